@@ -1,0 +1,138 @@
+"""Paged attention as a transformers attention function.
+
+The engine's own `PagedAttention` object is registered with transformers under a name of its own for as long as the
+engine is attached to the model. It holds the step's context itself, because some models drop unknown keyword
+arguments on the way, and it finds the layer by call order, because layer indices are missing or repeat in others.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from cbtriton.forward_context import ForwardContext
+from cbtriton.kernel_set import KernelSet
+from cbtriton.kv_cache import LayerCache
+
+# What models pass on that does not change the result of packed causal attention.
+HARMLESS_ARGUMENTS = frozenset(
+    {
+        "dropout",
+        "position_ids",
+        "use_cache",
+        "cache",
+        "is_causal",
+        "output_attentions",
+        "output_hidden_states",
+        "output_router_logits",
+        "encoder_hidden_states",
+        "attention_mask",
+        "logits_to_keep",
+        "layer_idx",
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionCall:
+    """What one attention call of the model's forward pass is, recorded once at load.
+
+    Attributes:
+        window: Tokens that a query sees, itself included; 0 means all.
+        softcap: Soft cap of the scores; 0.0 means none.
+    """
+
+    window: int
+    softcap: float
+
+
+class PagedAttention:
+    """Writes a step's keys and values to the cache and attends over it, one call per layer.
+
+    Args:
+        kernels: The chosen kernels.
+        layers: Cache of each attention call, in call order.
+        calls: Static properties of each call, in call order.
+    """
+
+    def __init__(self, kernels: KernelSet, layers: tuple[LayerCache, ...], calls: tuple[AttentionCall, ...]) -> None:
+        self._kernels = kernels
+        self._layers = layers
+        self._calls = calls
+        self._context: ForwardContext | None = None
+        self._next_call = 0
+
+    def begin(self, context: ForwardContext) -> None:
+        """Makes `context` the one that the coming forward pass works on."""
+        self._context = context
+        self._next_call = 0
+
+    def forward(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        scaling: float | None = None,
+        s_aux: Tensor | None = None,
+        **_: Any,
+    ) -> tuple[Tensor, None]:
+        """transformers' attention function.
+
+        Args:
+            module: The calling attention layer; not used.
+            query: `[1, num_heads, num_tokens, key_dim]`, any strides with the last one 1.
+            key: `[1, num_kv_heads, num_tokens, key_dim]`, likewise.
+            value: `[1, num_kv_heads, num_tokens, value_dim]`, likewise.
+            attention_mask: Always None: no mask function is registered under this implementation's name.
+            scaling: Factor of the scores; `key_dim ** -0.5` when the model leaves it out.
+            s_aux: `[num_heads]` attention sinks, or None.
+
+        Returns:
+            `[1, num_tokens, num_heads, value_dim]` and None.
+        """
+        context = self._context
+        if context is None:
+            raise RuntimeError("paged attention was called outside an engine step; detach the engine first")
+        layer, call = self._layers[self._next_call], self._calls[self._next_call]
+        self._next_call += 1
+        self._kernels.kv_write(
+            key[0].transpose(0, 1), value[0].transpose(0, 1), layer.key, layer.value, context.slots
+        )
+        tokens = query[0].transpose(0, 1)
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        if context.path == "decode":
+            out = self._kernels.decode_attention(
+                tokens,
+                layer.key,
+                layer.value,
+                context.block_tables,
+                context.rows,
+                context.seq_lens,
+                context.attention_plan,
+                scale,
+                call.window,
+                call.softcap,
+                s_aux,
+                context.max_kv,
+            )
+        else:
+            out = self._kernels.varlen_attention(
+                tokens,
+                layer.key,
+                layer.value,
+                context.block_tables,
+                context.rows,
+                context.cu_seqlens_q,
+                context.seq_lens,
+                context.attention_plan,
+                scale,
+                call.window,
+                call.softcap,
+                s_aux,
+                context.max_kv,
+            )
+        return out.unsqueeze(0), None

@@ -1,0 +1,143 @@
+"""The command `cbtriton`: a Hydra application over `conf/`, and the only module that knows of Hydra.
+
+Loads a model, runs a workload through the continuous batching manager, shows the answers and what they cost, and
+writes `result.json` and `timeline.png` into the run's folder.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import InstantiationException
+from omegaconf import DictConfig, OmegaConf
+from tqdm import tqdm
+
+from cbtriton.model_zoo import LoadedModel, ModelUnavailableError, load_model
+from cbtriton.report import summarise, write_result_json, write_timeline
+from cbtriton.request import GenerationOutput
+from cbtriton.workloads import Workload
+
+logger = logging.getLogger(__name__)
+
+
+@hydra.main(version_base="1.3", config_path="pkg://cbtriton.conf", config_name="config")
+def main(cfg: DictConfig) -> None:
+    """Entry point of the command. A user's mistake ends it with one line and exit code 1."""
+    try:
+        run(cfg, Path(HydraConfig.get().runtime.output_dir))
+    except (ValueError, TypeError, NotImplementedError, ModelUnavailableError) as error:
+        logger.debug("the whole traceback:", exc_info=True)
+        print(f"cbtriton: {error}", file=sys.stderr)
+        sys.exit(1)
+
+
+def run(cfg: DictConfig, output_dir: Path) -> None:
+    """Runs one configuration and writes its results into `output_dir`.
+
+    Raises:
+        ValueError: If the configuration asks for something impossible; so do `TypeError` and `NotImplementedError`.
+        ModelUnavailableError: If the model cannot be had.
+    """
+    import cbtriton
+
+    # What is wrong with the configuration shows before the model is loaded, which takes longer.
+    spec, source = _instantiate(cfg.model), _instantiate(cfg.workload)
+    batching, kernels = _instantiate(cfg.continuous_batching), _instantiate(cfg.kernels)
+    loaded = load_model(spec)
+    workload = source.build(loaded.tokenizer, loaded.model.config.get_text_config().vocab_size)
+    model = cbtriton.enable(loaded.model, loaded.tokenizer)
+    with model.continuous_batching_context_manager(
+        generation_config=_generation_config(loaded.model, cfg.generation),
+        continuous_batching_config=batching,
+        kernel_config=kernels,
+        warmup=cfg.warmup,
+    ) as manager:
+        print(f"{loaded.name}: {len(workload.prompts)} prompts of the workload {workload.name}", flush=True)
+        started = time.perf_counter()
+        outputs = _generate(manager, workload, progress_bar=cfg.progress_bar)
+        seconds = time.perf_counter() - started
+        stats, steps, engine_config = manager.stats(), manager.step_records(), manager.engine_config
+    if cfg.print_answers:
+        _print_answers(loaded, workload, outputs)
+    summary = summarise(outputs, stats, seconds)
+    print(f"\n{summary.table()}")
+    write_result_json(
+        output_dir / "result.json",
+        summary=summary,
+        stats=stats,
+        outputs=outputs,
+        engine_config=engine_config.to_dict(),
+        asked=OmegaConf.to_container(cfg, resolve=True),  # pyright: ignore[reportArgumentType]
+    )
+    write_timeline(output_dir / "timeline.png", steps)
+    print(f"\nwrote {output_dir / 'result.json'}\nwrote {output_dir / 'timeline.png'}")
+
+
+def _instantiate(node: DictConfig) -> Any:
+    """Hydra's `instantiate`, but an error of the constructor comes out as it was raised."""
+    try:
+        return hydra.utils.instantiate(node)
+    except InstantiationException as error:
+        if isinstance(error.__cause__, ValueError | TypeError | NotImplementedError):
+            raise error.__cause__ from None
+        raise ValueError(str(error)) from error
+
+
+def _generation_config(model: Any, overrides: DictConfig) -> Any:
+    """A copy of the model's own generation configuration with the given fields changed.
+
+    Raises:
+        ValueError: If a field is not one of transformers' `GenerationConfig`.
+    """
+    config = copy.deepcopy(model.generation_config)
+    unknown = config.update(**OmegaConf.to_container(overrides, resolve=True))
+    if unknown:
+        raise ValueError(f"generation has no field {', '.join(map(str, unknown))}; see transformers' GenerationConfig")
+    return config
+
+
+def _generate(manager: Any, workload: Workload, *, progress_bar: bool) -> list[GenerationOutput]:
+    """Runs the workload and returns the finished outputs in the order of its prompts, sequences of one side by side."""
+    eos = {"eos_token_id": -1} if workload.ignore_eos else {}
+    request_ids = [
+        manager.add_request(list(prompt), max_new_tokens=limit, record_timestamps=True, **eos)
+        for prompt, limit in zip(workload.prompts, workload.max_new_tokens, strict=True)
+    ]
+    num_sequences = len(request_ids) * (manager.generation_config.num_return_sequences or 1)
+    finished: dict[str, GenerationOutput] = {}
+    num_tokens = 0
+    with tqdm(total=num_sequences, unit="request", disable=not progress_bar) as bar:
+        while len(finished) < num_sequences and (output := manager.get_result()) is not None:
+            if output.is_finished():
+                finished[output.request_id] = output
+                num_tokens += len(output.generated_tokens)
+                bar.set_postfix_str(f"{num_tokens} tokens, cache {manager.stats().cache_use:.0%}", refresh=False)
+                bar.update()
+    if len(finished) < num_sequences:
+        raise RuntimeError(f"the engine ended with {num_sequences - len(finished)} requests unfinished")
+    order = {request_id: place for place, request_id in enumerate(request_ids)}
+
+    def place(output: GenerationOutput) -> tuple[int, int]:
+        parent, _, child = output.request_id.partition("__child#")
+        return order[parent], int(child) + 1 if child else 0
+
+    return sorted(finished.values(), key=place)
+
+
+def _print_answers(loaded: LoadedModel, workload: Workload, outputs: list[GenerationOutput]) -> None:
+    if not workload.titles or loaded.tokenizer is None:
+        return
+    per_prompt = len(outputs) // len(workload.titles)
+    for place, output in enumerate(outputs):
+        title = workload.titles[place // per_prompt]
+        answer = loaded.tokenizer.decode(output.generated_tokens, skip_special_tokens=True).strip()
+        # A request that ran out of tokens stops in the middle of a sentence.
+        ending = {"length": " …", "error": f"[failed: {output.error}]"}.get(output.finish_reason or "", "")
+        print(f"\n> {title if len(title) <= 100 else title[:99] + '…'}\n{answer}{ending}")

@@ -1,0 +1,331 @@
+"""The engine: scheduler, memory, model and sampler, stepped by one thread.
+
+Knows no threads, queues or callers: `ContinuousBatchingManager` drives it from its background thread, tests drive it
+directly.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from math import ceil
+
+import torch
+from torch import Tensor
+
+from cbtriton.attention import PagedAttention
+from cbtriton.block_manager import BlockManager
+from cbtriton.config import EngineConfig
+from cbtriton.kernel_set import KernelSet
+from cbtriton.kv_cache import KVCache
+from cbtriton.model_adapter import ModelAdapter, ModelLayout, UnsupportedModelError
+from cbtriton.model_runner import InFlightStep, ModelRunner
+from cbtriton.padding import Bucket, PaddingPolicy
+from cbtriton.plan import BatchPlan, BlockTableUpdate, RowStart, ScheduledRow
+from cbtriton.request import GenerationOutput, Request, SamplingParams
+from cbtriton.request_table import RequestTable
+from cbtriton.stopping import StopDecision
+from cbtriton.scheduler import SCHEDULERS, Scheduler, SchedulerLimits
+from cbtriton.stats import EngineStats, StepRecord
+
+# Enough for hours of decoding; older records are dropped so that an engine may run for weeks.
+MAX_STEP_RECORDS = 100_000
+# Largest difference between paged and plain logits that rounding explains, relative to the largest logit.
+SELF_CHECK_TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-6, torch.float16: 2e-2, torch.bfloat16: 8e-2}
+
+
+@dataclass(frozen=True, slots=True)
+class _Launched:
+    """A step in flight with what was noted about it so far."""
+
+    step: InFlightStep
+    record: StepRecord
+    launch_time: float
+
+
+class Engine:
+    """Continuous batching of one model.
+
+    The model is attached on construction; `close` detaches it.
+
+    Args:
+        adapter: The model.
+        layout: What `adapter.inspect_layout` found.
+        config: Resolved configuration.
+        kernels: The chosen kernels.
+        stop_check: Says after each new token whether its request ends.
+
+    Raises:
+        UnsupportedModelError: The model's paged logits differ from its plain ones.
+    """
+
+    def __init__(
+        self,
+        adapter: ModelAdapter,
+        layout: ModelLayout,
+        config: EngineConfig,
+        kernels: KernelSet,
+        stop_check: Callable[[Request], StopDecision],
+    ) -> None:
+        self.config = config
+        self._adapter = adapter
+        self._blocks = BlockManager(config.num_blocks, config.page_size, config.share_blocks)
+        self._scheduler = Scheduler(
+            SCHEDULERS.get(config.scheduler_type),
+            self._blocks,
+            SchedulerLimits(
+                config.max_batch_tokens, config.max_requests, config.safety_margin, config.max_decode_blocks
+            ),
+            stop_check,
+        )
+        self._padding = PaddingPolicy(
+            config.q_interval, config.kv_interval, config.max_batch_tokens, config.max_requests
+        )
+        self._cache = KVCache(layout.geometries, config.num_blocks, config.page_size, adapter.device)
+        table = RequestTable(
+            config.max_requests, config.max_model_len + 1, config.max_blocks_per_request, adapter.device
+        )
+        self._attention = PagedAttention(kernels, self._cache.layers, layout.calls)
+        self._runner = ModelRunner(adapter, self._attention, kernels, self._cache, table, config.return_logprobs)
+        self._in_flight: deque[_Launched] = deque()
+        self._stats = EngineStats(blocks_total=config.num_blocks, cache_bytes=self._cache.num_bytes)
+        self._records: deque[StepRecord] = deque(maxlen=MAX_STEP_RECORDS)
+        self._self_check()
+        self.attach()
+
+    def attach(self) -> None:
+        """Puts the model on this engine's attention; weights that changed meanwhile invalidate cached prefixes."""
+        self._adapter.attach(self._attention.forward)
+        if self._adapter.refresh_weights():
+            self.reset_prefix_cache()
+
+    def close(self) -> None:
+        """Gives the model back as it was. The engine can be attached again."""
+        self._adapter.detach()
+
+    # --------------------------------------------------------------------------------------------- requests
+
+    @property
+    def has_requests(self) -> bool:
+        """Whether any request has not ended."""
+        return self._scheduler.has_requests
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that hold no row of the request table."""
+        return self._scheduler.num_waiting
+
+    def add(self, request: Request) -> None:
+        """Takes a validated request in."""
+        self._scheduler.add(request)
+        self._stats.requests_added += 1
+
+    def cancel(self, request_id: str) -> list[GenerationOutput]:
+        """Ends a request now; returns its final output, or nothing if it is unknown."""
+        return self._scheduler.cancel(request_id)
+
+    def fail_all(self, error: str) -> list[GenerationOutput]:
+        """Ends all requests with `error` and forgets the steps in flight."""
+        self._in_flight.clear()
+        return self._scheduler.fail_all(error)
+
+    def reset_prefix_cache(self) -> None:
+        """Forgets cached prefixes, for example because they were computed with other weights."""
+        self._scheduler.reset_prefix_cache()
+
+    def weights_may_have_changed(self, *, reset_prefix_cache: bool) -> None:
+        """To be called after anybody else had the model. Cached prefixes are dropped if any weight is known to differ.
+
+        Args:
+            reset_prefix_cache: Drop them in any case.
+        """
+        if self._adapter.refresh_weights(force=True) or reset_prefix_cache:
+            self.reset_prefix_cache()
+
+    # ------------------------------------------------------------------------------------------------ steps
+
+    def step(self) -> list[GenerationOutput]:
+        """Plans and launches a step, and commits the oldest one when the queue is full or nothing can be launched.
+
+        Returns:
+            What callers should see: updates of streaming requests and final outputs.
+        """
+        is_launched = self._launch_next()
+        if self._in_flight and (not is_launched or len(self._in_flight) > self.config.async_depth):
+            return self._commit_oldest()
+        return []
+
+    def drain(self) -> list[GenerationOutput]:
+        """Commits all steps in flight, so that nothing runs on the device any more."""
+        outputs: list[GenerationOutput] = []
+        while self._in_flight:
+            outputs += self._commit_oldest()
+        return outputs
+
+    def _launch_next(self) -> bool:
+        start = time.perf_counter()
+        num_preempted = self._scheduler.counters.preemptions
+        plan = self._scheduler.schedule()
+        if not isinstance(plan, BatchPlan):
+            return False
+        scheduled = time.perf_counter()
+        bucket = self._padding.bucket(plan)
+        inputs = self._runner.prepare(plan, bucket)
+        prepared = time.perf_counter()
+        step = self._runner.launch(plan, bucket, inputs)
+        record = self._record(plan, bucket, start)
+        record = replace(
+            record,
+            num_preempted=self._scheduler.counters.preemptions - num_preempted,
+            schedule_time=scheduled - start,
+            prepare_time=prepared - scheduled,
+        )
+        self._in_flight.append(_Launched(step, record, prepared))
+        return True
+
+    def _commit_oldest(self) -> list[GenerationOutput]:
+        launched = self._in_flight.popleft()
+        result = launched.step.wait()
+        done = time.perf_counter()
+        outputs = self._scheduler.commit(launched.step.plan, result)
+        record = replace(
+            launched.record, run_time=done - launched.launch_time, update_time=time.perf_counter() - done
+        )
+        self._records.append(record)
+        self._count(record)
+        return outputs
+
+    def _record(self, plan: BatchPlan, bucket: Bucket, start_time: float) -> StepRecord:
+        decode_tokens = sum(row.count == 1 and row.samples for row in plan.rows)
+        return StepRecord(
+            index=self._stats.steps + len(self._in_flight),
+            start_time=start_time,
+            path=bucket.path,
+            num_rows=len(plan.rows),
+            prefill_tokens=plan.num_tokens - decode_tokens,
+            decode_tokens=decode_tokens,
+            padding_tokens=bucket.num_tokens - plan.num_tokens,
+            num_preempted=0,
+            blocks_in_use=self._blocks.num_in_use,
+            blocks_cached=self._blocks.num_cached,
+            num_waiting=self._scheduler.num_waiting,
+            schedule_time=0.0,
+            prepare_time=0.0,
+            run_time=0.0,
+            update_time=0.0,
+        )
+
+    def _count(self, record: StepRecord) -> None:
+        stats = self._stats
+        stats.steps += 1
+        stats.decode_steps += record.path == "decode"
+        stats.prefill_tokens += record.prefill_tokens
+        stats.decode_tokens += record.decode_tokens
+        stats.padding_tokens += record.padding_tokens
+        stats.schedule_time += record.schedule_time
+        stats.prepare_time += record.prepare_time
+        stats.run_time += record.run_time
+        stats.update_time += record.update_time
+        if self._padding.q_interval > 1 or self._padding.kv_interval > 1:
+            name = f"{record.path}:{record.prefill_tokens + record.decode_tokens + record.padding_tokens}"
+            stats.buckets[name] = stats.buckets.get(name, 0) + 1
+
+    # ------------------------------------------------------------------------------------------------- facts
+
+    def stats(self) -> EngineStats:
+        """A snapshot of the counters."""
+        counters = self._scheduler.counters
+        return replace(
+            self._stats,
+            buckets=dict(self._stats.buckets),
+            requests_finished=counters.requests_finished,
+            requests_failed=counters.requests_failed,
+            requests_cancelled=counters.requests_cancelled,
+            prompt_tokens=counters.prompt_tokens,
+            generated_tokens=counters.generated_tokens,
+            dropped_tokens=counters.dropped_tokens,
+            preemptions=counters.preemptions,
+            forks=counters.forks,
+            prefix_cached_tokens=counters.prefix_cached_tokens,
+            prefix_queried_tokens=counters.prefix_queried_tokens,
+            blocks_in_use=self._blocks.num_in_use,
+            blocks_cached=self._blocks.num_cached,
+            blocks_free=self._blocks.num_available - self._blocks.num_cached,
+            num_running=self._scheduler.num_running,
+            num_waiting=self._scheduler.num_waiting,
+            packed_weight_bytes=self._adapter.packed_bytes,
+        )
+
+    def step_records(self) -> list[StepRecord]:
+        """One record per committed step, oldest first; at most the last `MAX_STEP_RECORDS`."""
+        return list(self._records)
+
+    # -------------------------------------------------------------------------------------------- self-check
+
+    @torch.no_grad()
+    def _self_check(self) -> None:
+        """Compares paged logits with the plain model's on two short prompts: prefill, chunked prefill and decode.
+
+        It costs a few short forward passes and is what tells a model that runs right from one that only runs.
+        """
+        page_size = self.config.page_size
+        prompts = [[token % self._adapter.num_embeddings for token in tokens] for tokens in ((1, 5, 3, 2), (4, 2, 6, 1, 3))]
+        num_blocks = [ceil(len(prompt) / page_size) for prompt in prompts]
+        if sum(num_blocks) > self.config.num_blocks or self.config.max_requests < 2:
+            prompts, num_blocks = [[1] * min(4, self.config.max_model_len)], [1]
+        expected = [self._adapter.plain_logits(prompt) for prompt in prompts]
+        with self._adapter.attached(self._attention.forward):
+            for plan, wanted in _self_check_plans(prompts, num_blocks):
+                actual = self._runner.logits(plan, self._padding.bucket(plan)).float()
+                self._compare(actual, torch.stack([expected[row][position] for row, position in wanted]))
+
+    def _compare(self, actual: Tensor, expected: Tensor) -> None:
+        difference = (actual - expected).abs().max().item()
+        allowed = SELF_CHECK_TOLERANCE.get(self._adapter.dtype, 8e-2) * expected.abs().max().item()
+        # A model that already answers NaN on its own answers NaN here: that is the requests' error, not the model's.
+        if difference > allowed:
+            raise UnsupportedModelError(
+                f"{type(self._adapter.model).__name__} gives other logits when its sequences are packed and paged "
+                f"(difference {difference:.3g}, allowed {allowed:.3g}), so its tokens would be wrong; "
+                "use model.generate for it"
+            )
+
+
+def _self_check_plans(
+    prompts: list[list[int]], num_blocks: list[int]
+) -> list[tuple[BatchPlan, list[tuple[int, int]]]]:
+    """Plans that run all but the prompts' last two tokens, then one more, then the last, and which logits they yield."""
+    starts = tuple(
+        RowStart(row, prompt, len(prompt), SamplingParams(), frozenset()) for row, prompt in enumerate(prompts)
+    )
+    first_ids = [1 + sum(num_blocks[:row]) for row in range(len(prompts))]
+    tables = tuple(
+        BlockTableUpdate(row, 0, tuple(range(first, first + count)))
+        for row, (first, count) in enumerate(zip(first_ids, num_blocks, strict=True))
+    )
+    plans: list[tuple[BatchPlan, list[tuple[int, int]]]] = []
+    done = [0] * len(prompts)
+    # The first prompt enters with a chunk of two tokens: its rest runs while the second one already decodes.
+    for counts in ([len(prompts[0]) - 2, *[len(prompt) - 1 for prompt in prompts[1:]]], [2] + [1] * (len(prompts) - 1)):
+        rows = tuple(
+            ScheduledRow("self-check", 0, row, start, count, samples=True)
+            for row, (start, count) in enumerate(zip(done, counts, strict=True))
+        )
+        done = [row.start + row.count for row in rows]
+        plan = BatchPlan(
+            path="varlen",
+            rows=rows,
+            row_starts=() if plans else starts,
+            table_updates=() if plans else tables,
+            block_copies=(),
+            num_tokens=sum(counts),
+            max_seq_len=max(done),
+        )
+        plans.append((plan, [(row, position - 1) for row, position in enumerate(done)]))
+    # The last tokens once more, on the decode path: they only overwrite what is there.
+    last = tuple(ScheduledRow("self-check", 0, row, end - 1, 1, samples=True) for row, end in enumerate(done))
+    decode = BatchPlan("decode", last, (), (), (), len(last), max(done))
+    plans.append((decode, [(row, end - 1) for row, end in enumerate(done)]))
+    return plans

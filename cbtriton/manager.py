@@ -1,0 +1,758 @@
+"""The continuous batching manager: the thread-safe face of the engine.
+
+Owns the background thread that steps the engine, the inbox of requests and cancellations, and what happens when
+either side stops, pauses or dies. Any thread may call any method; while it runs, only the background thread touches
+the engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from enum import Enum, auto
+from typing import Any
+
+import torch
+
+from cbtriton.config import ContinuousBatchingConfig, EngineConfig, KernelConfig, ModelFacts, WorkloadHints
+from cbtriton.engine import Engine
+from cbtriton.kernel_set import choose_kernels
+from cbtriton.model_adapter import ModelAdapter
+from cbtriton.request import GenerationOutput, Request, RequestStatus, SamplingParams, StopRules
+from cbtriton.request_table import MAX_EOS_IDS
+from cbtriton.resolve import available_memory_bytes, resolve
+from cbtriton.router import OutputRouter
+from cbtriton.sampling import (
+    RequestLimits,
+    RequestTooLongError,
+    SamplingDefaults,
+    child_seed,
+    request_parameters,
+)
+from cbtriton.scheduler import SCHEDULERS
+from cbtriton.stats import EngineStats, StepRecord
+from cbtriton.stopping import StopChecker
+
+logger = logging.getLogger(__name__)
+
+# How long `add_request` waits for room in a full queue before it raises `queue.Full`, in seconds.
+FULL_QUEUE_TIMEOUT = 10.0
+# Share of the memory that is available before the cache is sized which packed copies of weights may take.
+PACKED_WEIGHTS_SHARE = 0.25
+
+
+class EngineDiedError(RuntimeError):
+    """The engine stopped on an error; `__cause__` is that error."""
+
+
+class _State(Enum):
+    NEW = auto()
+    RUNNING = auto()
+    STOPPING = auto()
+    HARD_STOPPING = auto()
+    STOPPED = auto()
+    DESTROYED = auto()
+
+
+class ContinuousBatchingManager:
+    """Accepts generation requests from any thread and answers them from one background thread.
+
+    Args:
+        model: A transformers causal language model. It is changed only between `start` (or `warmup`) and `stop`.
+        generation_config: Defaults of all requests; copied, never changed.
+        continuous_batching_config: This package's or transformers' `ContinuousBatchingConfig`.
+        workload_hints: What is known of the workload; helps sizing.
+        kernel_config: Which kernels run.
+
+    Attributes:
+        engine_config: The configuration as resolved, with every decision.
+        kernel_names: (slot, implementation) of every kernel.
+        tokenizer: Decodes tokens for `stop_strings`; anything with `decode(list[int]) -> str`.
+
+    Raises:
+        ValueError: The configuration, a generation option or the model is not supported; the message says which.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        generation_config: Any,
+        continuous_batching_config: Any = None,
+        workload_hints: Any = None,
+        kernel_config: KernelConfig | None = None,
+    ) -> None:
+        config = ContinuousBatchingConfig.from_any(continuous_batching_config)
+        self.model = model
+        self.generation_config = copy.deepcopy(generation_config)
+        self.tokenizer: Any = getattr(model, "_cbtriton_tokenizer", None)
+        self._stop_checker = StopChecker(lambda: self.tokenizer)
+        memory = _available_memory(model.device)
+        self._adapter = ModelAdapter(model, int(memory * PACKED_WEIGHTS_SHARE))
+        self._defaults = SamplingDefaults.from_generation_config(
+            self.generation_config,
+            model_eos=getattr(self._adapter.text_config, "eos_token_id", None),
+            vocab_size=self._adapter.vocab_size,
+            drop_unsupported=config.drop_unsupported_processors,
+            warn=logger.warning,
+        )
+        kernel_config = KernelConfig.from_any(kernel_config)
+        if not config.auto_switch_to_flash and kernel_config.default == "auto":
+            kernel_config = replace(kernel_config, default="reference")
+        self._kernels = choose_kernels(kernel_config)
+        self.kernel_names = self._kernels.names
+        self._layout = self._adapter.inspect_layout()
+        self.engine_config: EngineConfig = resolve(
+            config,
+            WorkloadHints.from_any(workload_hints),
+            self._model_facts(memory),
+            has_logits_processing=self._defaults.has_logits_processing or config.per_request_processors,
+            scheduler_types=SCHEDULERS.default_margins(),
+        )
+        logger.info("kernels: %s\n%s", self._kernels.describe(), self.engine_config.describe())
+        self._limits = RequestLimits(
+            vocab_size=self._adapter.vocab_size,
+            max_model_len=self.engine_config.max_model_len,
+            page_size=self.engine_config.page_size,
+            num_blocks=self.engine_config.num_blocks,
+        )
+        self._router = OutputRouter()
+        # Guards everything below; notified whenever any of it changes.
+        self._changed = threading.Condition()
+        self._state = _State.NEW
+        self._thread: threading.Thread | None = None
+        self._engine: Engine | None = None
+        self._keep_engine = False
+        self._fatal_error: BaseException | None = None
+        self._last_stats = EngineStats()
+        self._last_records: list[StepRecord] = []
+        self._inbox: list[Request] = []
+        self._cancelled: list[str] = []
+        self._in_flight: set[str] = set()
+        self._num_waiting_in_engine = 0
+        self._next_ordinal = 0
+        self._next_auto_id = 0
+        self._pausing_threads: list[int] = []
+        self._is_parked = False
+        self._must_reset_prefix_cache = False
+
+    def _model_facts(self, memory: int) -> ModelFacts:
+        text_config = self._adapter.text_config
+        hidden_size = int(getattr(text_config, "hidden_size", 1024))
+        return ModelFacts(
+            vocab_size=self._adapter.vocab_size,
+            num_embeddings=self._adapter.num_embeddings,
+            max_position_embeddings=self._adapter.max_positions,
+            kv_bytes_per_token=self._layout.kv_bytes_per_token,
+            num_layers=len(self._layout.calls),
+            hidden_size=hidden_size,
+            intermediate_size=int(getattr(text_config, "intermediate_size", None) or 4 * hidden_size),
+            device_type=self._adapter.device.type,
+            available_memory_bytes=memory,
+        )
+
+    # ------------------------------------------------------------------------------------------- life cycle
+
+    def switch_to_cb_friendly_attn(self, model: Any, auto_switch_to_flash: bool = True) -> None:
+        """Puts the model on this package's paged attention; `stop` puts the old one back. `start` does so itself.
+
+        Args:
+            model: The manager's own model.
+            auto_switch_to_flash: True takes the kernels that the configuration chose, False the torch reference.
+
+        Raises:
+            ValueError: It is another model.
+        """
+        if model is not self.model:
+            raise ValueError("model must be the one that this manager was made for")
+        if not auto_switch_to_flash and self._engine is None:
+            self._kernels = choose_kernels(KernelConfig(default="reference"))
+            self.kernel_names = self._kernels.names
+        self.warmup()
+
+    def warmup(self) -> None:
+        """Allocates the cache, checks the model against its plain self and attaches to it, where not yet done.
+
+        Raises:
+            RuntimeError: The manager was destroyed.
+            UnsupportedModelError: The model gives other logits when its sequences are packed and paged.
+        """
+        with self._changed:
+            if self._state is _State.DESTROYED:
+                raise RuntimeError("this manager was destroyed; make a new one")
+            if self._engine is None:
+                self._engine = Engine(
+                    self._adapter, self._layout, self.engine_config, self._kernels, self._stop_checker.check
+                )
+            elif not self._adapter.is_attached:
+                self._engine.attach()
+
+    @property
+    def num_return_sequences(self) -> int:
+        """Answers per request."""
+        return self._defaults.num_return_sequences
+
+    @property
+    def warmed_up(self) -> bool:
+        """Whether `warmup` has nothing left to do."""
+        return self._engine is not None
+
+    def start(self) -> None:
+        """Starts the background thread; harmless while it runs. After `stop` it starts anew.
+
+        Raises:
+            RuntimeError: The manager was destroyed.
+        """
+        with self._changed:
+            if self.is_running():
+                return
+            self.warmup()
+            self._state = _State.RUNNING
+            self._fatal_error = None
+            self._thread = threading.Thread(target=self._run, name="cbtriton-engine", daemon=True)
+            self._thread.start()
+
+    def is_running(self) -> bool:
+        """Whether the background thread is alive."""
+        thread = self._thread
+        return thread is not None and thread.is_alive()
+
+    def stop(
+        self,
+        block: bool = True,
+        timeout: float | None = None,
+        keep_for_next_session: bool = False,
+        hard_stop: bool = False,
+    ) -> None:
+        """Accepts nothing new, finishes what is in flight, ends the background thread and gives the model back.
+
+        Args:
+            block: Waits until the thread has ended.
+            timeout: Seconds to wait at most; None waits for as long as it takes.
+            keep_for_next_session: Keeps the cache with its prefixes, and the manager on the model for next time.
+            hard_stop: Ends everything in flight at once, with status FAILED.
+
+        Raises:
+            RuntimeError: The calling thread is inside `pause`, where this would wait for ever.
+        """
+        requested = time.perf_counter()
+        with self._changed:
+            if threading.get_ident() in self._pausing_threads:
+                raise RuntimeError("cannot stop inside pause(): the loop cannot end while it is paused; leave it first")
+            self._keep_engine = keep_for_next_session
+            if keep_for_next_session and self._state is not _State.DESTROYED:
+                self.model._cached_continuous_batching_manager = self
+            if self.is_running() and self._state is not _State.HARD_STOPPING:
+                self._state = _State.HARD_STOPPING if hard_stop else _State.STOPPING
+                self._changed.notify_all()
+            elif self._state in (_State.NEW, _State.STOPPED):
+                self._end_session("the manager was stopped before it ran this request")
+        if block:
+            self.join(requested, timeout)
+
+    def join(self, stop_trigger_time: float, timeout: float | None = None) -> None:
+        """Waits for the background thread to end after `stop`.
+
+        Args:
+            stop_trigger_time: `time.perf_counter()` when the stop was requested; for the log.
+            timeout: Seconds to wait at most; None waits for as long as it takes.
+        """
+        thread = self._thread
+        if thread is None or thread is threading.current_thread():
+            return
+        thread.join(timeout)
+        if thread.is_alive():
+            logger.warning("the engine is still finishing requests after %s s", timeout)
+        else:
+            logger.info("the engine ended %.2f s after stop", time.perf_counter() - stop_trigger_time)
+
+    def destroy(self) -> None:
+        """Stops at once and releases all memory. Final; harmless when repeated."""
+        self.stop(hard_stop=True)
+        with self._changed:
+            self._state = _State.DESTROYED
+            self._release_engine()
+            if getattr(self.model, "_cached_continuous_batching_manager", None) is self:
+                del self.model._cached_continuous_batching_manager
+
+    @contextmanager
+    def pause(self, reset_prefix_cache: bool = False) -> Iterator[None]:
+        """Holds the engine between two steps, so that the caller can use or update the model.
+
+        Requests, cache and order survive. Several threads may hold the pause; the last one to leave resumes. Weights
+        that changed in place are picked up on resuming, and cached prefixes of the old ones are dropped.
+
+        Args:
+            reset_prefix_cache: Drop cached prefixes in any case. Needed when weights were changed through
+                `Tensor.data`, which leaves no trace.
+
+        Raises:
+            RuntimeError: The manager does not run.
+        """
+        me = threading.get_ident()
+        with self._changed:
+            if not self.is_running():
+                raise self._refusal("cannot pause")
+            self._pausing_threads.append(me)
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._is_parked or not self.is_running())
+            if not self._is_parked:
+                self._pausing_threads.remove(me)
+                raise self._refusal("cannot pause")
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._pausing_threads.remove(me)
+                self._must_reset_prefix_cache |= reset_prefix_cache
+                self._changed.notify_all()
+
+    # --------------------------------------------------------------------------------------------- requests
+
+    def add_request(
+        self,
+        input_ids: Sequence[int],
+        request_id: str | None = None,
+        max_new_tokens: int | None = None,
+        streaming: bool = False,
+        record_timestamps: bool = False,
+        eos_token_id: int | list[int] | None = None,
+        **logit_processor_kwargs: Any,
+    ) -> str | None:
+        """Queues a request.
+
+        Args:
+            input_ids: Token ids of the prompt.
+            request_id: The caller's own id; `req_0`, `req_1`, … when None.
+            max_new_tokens: Tokens to generate at most; None takes the generation configuration's, and if that has
+                none, goes on to the limit of the model or the cache.
+            streaming: Delivers an output per token instead of one at the end.
+            record_timestamps: Notes the time of each token.
+            eos_token_id: Ends the request, an id or several; -1 or an empty list disables; None takes the defaults.
+            logit_processor_kwargs: `temperature`, `top_k`, `top_p`, `min_p`, `do_sample` (with
+                `per_request_processors`), and always `seed`, `min_new_tokens`, `stop_sequences`, `stop_strings`,
+                `cache_salt` (requests with different salts share no cached prefix).
+
+        Returns:
+            The request's id.
+
+        Raises:
+            TypeError: An argument is unknown or of the wrong type.
+            ValueError: The prompt is empty, has ids outside the vocabulary or cannot fit the cache, the id is in
+                flight, or a parameter is out of range.
+            RuntimeError: The manager is stopping, stopped or dead; a dead engine's error is chained.
+            queue.Full: `max_queue_size` requests were waiting for 10 s.
+        """
+        if request_id is not None and not isinstance(request_id, str):
+            raise TypeError(f"request_id must be a string, got {type(request_id).__name__}")
+        with self._changed:
+            request = self._make_request(
+                input_ids, 0, max_new_tokens, streaming, record_timestamps, eos_token_id, logit_processor_kwargs
+            )
+            return self._submit([request], request_id)[0]
+
+    def add_requests(
+        self,
+        inputs: Sequence[Sequence[int]],
+        max_new_tokens: int | None = None,
+        streaming: bool = False,
+        record_timestamps: bool = False,
+        **logit_processor_kwargs: Any,
+    ) -> list[str]:
+        """Queues many requests with the same parameters; see `add_request`. Nothing is queued if any is refused.
+
+        Returns:
+            Their ids, in the order of `inputs`.
+        """
+        with self._changed:
+            return self._submit(
+                [
+                    self._make_nth_request(
+                        position, input_ids, max_new_tokens, streaming, record_timestamps, logit_processor_kwargs
+                    )
+                    for position, input_ids in enumerate(inputs)
+                ],
+                None,
+            )
+
+    def submit_batch(
+        self, inputs: Sequence[Sequence[int]], max_new_tokens: int | None, record_timestamps: bool
+    ) -> list[tuple[str, ...]]:
+        """Queues many requests like `add_requests`, but lets one that can never fit fail alone.
+
+        Such a request gets a final output with status FAILED at once; the others run.
+
+        Returns:
+            For each input, its request's id and those of its extra sequences.
+        """
+        with self._changed:
+            requests = []
+            for position, input_ids in enumerate(inputs):
+                try:
+                    request = self._make_nth_request(
+                        position, input_ids, max_new_tokens, False, record_timestamps, {}
+                    )
+                except RequestTooLongError as error:
+                    request = Request("", list(input_ids), SamplingParams(), StopRules(max_new_tokens=1))
+                    request.status, request.finish_reason, request.error = RequestStatus.FAILED, "error", str(error)
+                requests.append(request)
+            ids = self._submit(requests, None)
+        return [(request_id, *self._extra_ids(request_id)) for request_id in ids]
+
+    def is_in_flight(self, request_id: str) -> bool:
+        """Whether the request was accepted and its final output has not been delivered yet."""
+        return request_id in self._in_flight
+
+    def cancel_request(self, request_id: str) -> None:
+        """Ends a request at the next step and delivers its final output, with the tokens so far.
+
+        Unknown and finished ids have no effect. Extra sequences of the request that still wait for its prompt end
+        with it; those that run already are requests of their own.
+        """
+        with self._changed:
+            if request_id in self._in_flight:
+                self._cancelled.append(request_id)
+                self._changed.notify_all()
+
+    def _make_nth_request(
+        self,
+        position: int,
+        input_ids: Sequence[int],
+        max_new_tokens: int | None,
+        streaming: bool,
+        record_timestamps: bool,
+        kwargs: Mapping[str, Any],
+    ) -> Request:
+        """One of several requests; its errors say which."""
+        try:
+            return self._make_request(
+                input_ids, position, max_new_tokens, streaming, record_timestamps, None, kwargs
+            )
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"inputs[{position}]: {error}") from None
+
+    def _make_request(
+        self,
+        input_ids: Sequence[int],
+        offset: int,
+        max_new_tokens: int | None,
+        streaming: bool,
+        record_timestamps: bool,
+        eos_token_id: int | list[int] | None,
+        kwargs: Mapping[str, Any],
+    ) -> Request:
+        """A validated request without an id, the `offset`-th of those about to be submitted."""
+        prompt_ids = check_prompt(input_ids, self._adapter.num_embeddings)
+        kwargs = dict(kwargs)
+        cache_salt = kwargs.pop("cache_salt", None)
+        if cache_salt is not None and not isinstance(cache_salt, str):
+            raise TypeError(f"cache_salt must be a string, got {type(cache_salt).__name__}")
+        sampling, stop = request_parameters(
+            self._defaults,
+            prompt_length=len(prompt_ids),
+            max_new_tokens=max_new_tokens,
+            eos_token_id=eos_token_id,
+            kwargs=kwargs,
+            ordinal=self._next_ordinal + offset,
+            engine_seed=self.engine_config.seed,
+            per_request_processors=self.engine_config.per_request_processors,
+            limits=self._limits,
+        )
+        if len(stop.eos_token_ids) > MAX_EOS_IDS:
+            raise ValueError(f"eos_token_id can have at most {MAX_EOS_IDS} ids, got {len(stop.eos_token_ids)}")
+        if stop.stop_strings and self.tokenizer is None:
+            raise ValueError("stop_strings need a tokenizer; set manager.tokenizer or use enable(model, tokenizer)")
+        return Request(
+            request_id="",
+            prompt_ids=prompt_ids,
+            sampling=sampling,
+            stop=stop,
+            streaming=streaming,
+            record_timestamps=record_timestamps,
+            cache_salt=cache_salt,
+        )
+
+    def _submit(self, requests: list[Request], request_id: str | None) -> list[str]:
+        """Names the requests and puts them, with their extra sequences, into the inbox. Called with the lock held."""
+        self._check_accepting()
+        if request_id is not None and request_id in self._in_flight:
+            raise ValueError(f"request id {request_id!r} is in flight; use another id or wait for its result")
+        self._next_ordinal += len(requests)
+        for request in requests:
+            request.request_id = self._new_request_id() if request_id is None else request_id
+            family = [request, *self._extra_sequences(request)]
+            if request.is_terminal:
+                self._router.deliver(member.to_output() for member in family)
+                continue
+            self._in_flight.update(member.request_id for member in family)
+            try:
+                self._wait_for_room()
+            except BaseException:
+                self._in_flight.difference_update(member.request_id for member in family)
+                raise
+            self._inbox += family
+            self._changed.notify_all()
+        return [request.request_id for request in requests]
+
+    def _check_accepting(self) -> None:
+        if self._fatal_error is not None or self._state not in (_State.NEW, _State.RUNNING):
+            raise self._refusal("cannot add a request")
+
+    def _new_request_id(self) -> str:
+        while True:
+            request_id = f"req_{self._next_auto_id}"
+            self._next_auto_id += 1
+            if request_id not in self._in_flight:
+                return request_id
+
+    def _extra_ids(self, request_id: str) -> tuple[str, ...]:
+        return tuple(f"{request_id}__child#{child}" for child in range(self.num_return_sequences - 1))
+
+    def _extra_sequences(self, request: Request) -> list[Request]:
+        return [
+            replace(
+                request,
+                request_id=child_id,
+                parent_id=request.request_id,
+                sampling=replace(request.sampling, seed=child_seed(request.sampling.seed, child)),
+                generated=[],
+                logprobs=[],
+                timestamps=[],
+            )
+            for child, child_id in enumerate(self._extra_ids(request.request_id))
+        ]
+
+    def _wait_for_room(self) -> None:
+        limit = self.engine_config.max_queue_size
+        if limit == 0:
+            return
+        has_room = self._changed.wait_for(
+            lambda: len(self._inbox) + self._num_waiting_in_engine < limit or self._fatal_error is not None,
+            FULL_QUEUE_TIMEOUT,
+        )
+        self._check_accepting()
+        if not has_room:
+            raise queue.Full(
+                f"{limit} requests (max_queue_size) have been waiting for {FULL_QUEUE_TIMEOUT:.0f} s; try again later"
+            )
+
+    # ---------------------------------------------------------------------------------------------- results
+
+    def get_result(self, request_id: str | None = None, timeout: float | None = None) -> GenerationOutput | None:
+        """The next output.
+
+        Args:
+            request_id: Takes the next output of that request, whatever else is queued; the others keep their order.
+            timeout: Seconds to wait at most; None waits for as long as something can come.
+
+        Returns:
+            None after `timeout`, or at once when nothing can come any more: the request is not in flight, or the
+            manager has stopped.
+
+        Raises:
+            EngineDiedError: The engine died; outputs that were finished before can still be read first.
+        """
+        return self._router.get(request_id, timeout, lambda: self._may_come(request_id))
+
+    def __iter__(self) -> Iterator[GenerationOutput]:
+        """Yields outputs as they arrive until the manager has stopped and all were yielded."""
+        while (output := self.get_result()) is not None:
+            yield output
+
+    def request_id_iter(self, request_id: str) -> Iterator[GenerationOutput]:
+        """Yields a request's outputs until its final one."""
+        while (output := self.get_result(request_id)) is not None:
+            yield output
+            if output.is_finished():
+                return
+
+    def register_result_handler(self, request_id: str, callback: Callable[[GenerationOutput], None]) -> None:
+        """Calls `callback` on the running event loop with each output of a request, instead of queueing it.
+
+        To be called from a coroutine, before or after the request is added; outputs that arrived before are
+        delivered first. The handler is removed with the final output.
+        """
+        self._router.register(request_id, asyncio.get_running_loop(), callback)
+
+    def stats(self) -> EngineStats:
+        """A snapshot of the engine's counters; after the manager has stopped, the last one."""
+        engine = self._engine
+        return self._last_stats if engine is None else engine.stats()
+
+    def step_records(self) -> list[StepRecord]:
+        """One record per step, oldest first; after the manager has stopped, those of its last run."""
+        engine = self._engine
+        return list(self._last_records) if engine is None else engine.step_records()
+
+    def _may_come(self, request_id: str | None) -> bool:
+        # Called with the router's lock held, so without ours: reading one field at a time needs none.
+        if self._fatal_error is not None:
+            raise self._refusal("no result can come")
+        if request_id is not None:
+            return request_id in self._in_flight
+        return bool(self._in_flight) or self._state in (_State.RUNNING, _State.STOPPING)
+
+    def _refusal(self, what: str) -> RuntimeError:
+        """The error for a caller who asks for something that this manager cannot do in its state."""
+        if self._fatal_error is not None:
+            cause = self._fatal_error
+            error = EngineDiedError(f"{what}: the engine died of {type(cause).__name__}: {cause}")
+            error.__cause__ = cause
+            return error
+        state = {
+            _State.NEW: "not started; call start()",
+            _State.RUNNING: "running",
+            _State.STOPPING: "stopping",
+            _State.HARD_STOPPING: "stopping",
+            _State.STOPPED: "stopped; call start() to run it again",
+            _State.DESTROYED: "destroyed; make a new one",
+        }[self._state]
+        return RuntimeError(f"{what}: the manager is {state}")
+
+    # ------------------------------------------------------------------------------------ background thread
+
+    def _run(self) -> None:
+        assert self._engine is not None
+        error: BaseException | None = None
+        try:
+            with torch.no_grad():
+                self._step_until_stopped(self._engine)
+        # Whatever it is, it must reach every caller: they cannot see this thread.
+        except BaseException as caught:
+            logger.exception("the engine died")
+            error = caught
+        with self._changed:
+            self._fatal_error = error
+            self._end_session("the manager was stopped before this request finished" if error is None else str(error))
+
+    def _step_until_stopped(self, engine: Engine) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._has_something_to_do(engine))
+                if self._state is _State.HARD_STOPPING:
+                    return
+                must_park = bool(self._pausing_threads)
+                if not must_park:
+                    requests, self._inbox = self._inbox, []
+                    cancelled, self._cancelled = self._cancelled, []
+            if must_park:
+                self._park(engine)
+                continue
+            for request in requests:
+                engine.add(request)
+            outputs = [output for request_id in cancelled for output in engine.cancel(request_id)]
+            if not engine.has_requests and not outputs and self._state is _State.STOPPING:
+                if not self._inbox:
+                    return
+                continue
+            self._publish(outputs + engine.step(), engine.num_waiting)
+
+    def _has_something_to_do(self, engine: Engine) -> bool:
+        return bool(
+            engine.has_requests
+            or self._inbox
+            or self._cancelled
+            or self._pausing_threads
+            or self._state is not _State.RUNNING
+        )
+
+    def _park(self, engine: Engine) -> None:
+        """Stays between two steps until the last pausing thread has left."""
+        self._publish(engine.drain(), engine.num_waiting)
+        with self._changed:
+            self._is_parked = True
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: not self._pausing_threads)
+            self._is_parked = False
+            must_reset, self._must_reset_prefix_cache = self._must_reset_prefix_cache, False
+        engine.weights_may_have_changed(reset_prefix_cache=must_reset)
+
+    def _publish(self, outputs: list[GenerationOutput], num_waiting: int) -> None:
+        if not outputs and num_waiting == self._num_waiting_in_engine:
+            return
+        with self._changed:
+            self._num_waiting_in_engine = num_waiting
+            # An id is free again before its final output can be seen, so that whoever sees it may reuse the id.
+            self._in_flight.difference_update(output.request_id for output in outputs if output.is_finished())
+            self._router.deliver(outputs)
+            self._changed.notify_all()
+
+    def _end_session(self, reason: str) -> None:
+        """Ends what is still in flight, gives the model back and wakes everybody. Called with the lock held."""
+        engine = self._engine
+        outputs = [] if engine is None else engine.fail_all(reason)
+        if engine is not None and self._inbox:
+            for request in self._inbox:
+                engine.add(request)
+            outputs += engine.fail_all(reason)
+        self._inbox, self._cancelled = [], []
+        self._num_waiting_in_engine = 0
+        self._in_flight.clear()
+        self._is_parked = False
+        if self._state is not _State.DESTROYED:
+            self._state = _State.STOPPED
+        if self._fatal_error is None:
+            self._router.deliver(outputs)
+        else:
+            # Who waits for a result is told by an exception; who registered a handler can only be told this way.
+            self._router.deliver_to_handlers(outputs)
+        if self._keep_engine and self._fatal_error is None:
+            if engine is not None:
+                engine.close()
+        else:
+            self._release_engine()
+        self._changed.notify_all()
+        self._router.wake()
+
+    def _release_engine(self) -> None:
+        if self._engine is not None:
+            self._last_stats, self._last_records = self._engine.stats(), self._engine.step_records()
+            self._engine.close()
+            self._engine = None
+
+
+def check_prompt(input_ids: Any, num_embeddings: int) -> list[int]:
+    """A prompt as a list of token ids.
+
+    Args:
+        input_ids: A list, tuple, 1-D tensor or array of token ids.
+        num_embeddings: Every id must be below this.
+
+    Raises:
+        TypeError: It is something else, or holds anything but integers.
+        ValueError: It is empty, or holds ids outside the vocabulary.
+    """
+    if isinstance(input_ids, (str, bytes, Mapping)):
+        raise TypeError(
+            f"a prompt must be a list of token ids, got {type(input_ids).__name__}; "
+            "pass tokenizer(...)['input_ids'] of one text"
+        )
+    if hasattr(input_ids, "tolist"):
+        input_ids = input_ids.tolist()
+    if not isinstance(input_ids, Sequence):
+        raise TypeError(f"a prompt must be a list of token ids, got {type(input_ids).__name__}")
+    for token in input_ids:
+        if isinstance(token, bool) or not isinstance(token, int):
+            raise TypeError(f"a prompt must hold integers, got {type(token).__name__}; pass one prompt's token ids")
+    if not input_ids:
+        raise ValueError("a prompt must have at least one token, got an empty one")
+    lowest, highest = min(input_ids), max(input_ids)
+    if lowest < 0 or highest >= num_embeddings:
+        wrong = lowest if lowest < 0 else highest
+        raise ValueError(f"token ids must be from 0 to {num_embeddings - 1} (the model's embedding), got {wrong}")
+    return list(input_ids)
+
+
+def _available_memory(device: torch.device) -> int:
+    """Bytes that this process may still take on `device`."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        # What the allocator holds but does not use is ours to take as well.
+        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return available_memory_bytes()

@@ -1,0 +1,300 @@
+"""Everything the engine needs from a transformers model, and everything it changes on one.
+
+While attached, the model runs on the engine's attention function, in eval mode, and on a CPU with packed linear
+layers; detaching puts back what was there, whatever happened in between. No weight and no configuration of the
+caller's is changed otherwise.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from cbtriton.attention import HARMLESS_ARGUMENTS, AttentionCall
+from cbtriton.kv_cache import LayerGeometry
+from cbtriton.packed_linear import PackedLinears
+
+SUPPORTED_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
+UNDERSTOOD_ARGUMENTS = frozenset({"scaling", "sliding_window", "softcap", "s_aux"}) | HARMLESS_ARGUMENTS
+# The dry run only has to be long enough for shapes to be told apart.
+_DRY_RUN_TOKENS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class ModelLayout:
+    """What the model's attention calls look like, recorded in a dry run.
+
+    Attributes:
+        calls: Static properties of each attention call, in call order.
+        geometries: Shape of each call's keys and values, in call order.
+    """
+
+    calls: tuple[AttentionCall, ...]
+    geometries: tuple[LayerGeometry, ...]
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Bytes of cache that one token takes over all layers."""
+        return sum(geometry.bytes_per_token for geometry in self.geometries)
+
+
+class UnsupportedModelError(ValueError):
+    """The model cannot run packed and paged; the message names the reason."""
+
+
+class ModelAdapter:
+    """Attaches to one model at a time and runs its forward pass on packed tokens.
+
+    Args:
+        model: A transformers causal language model.
+        packed_weights_limit_bytes: Packed copies of linear layers may take this much memory on a CPU.
+    """
+
+    def __init__(self, model: Any, packed_weights_limit_bytes: int) -> None:
+        self.model = model
+        self.device: torch.device = model.device
+        self.dtype: torch.dtype = model.dtype
+        self.text_config = model.config.get_text_config()
+        self._name = f"cbtriton_{id(self):x}"
+        self._limit = packed_weights_limit_bytes
+        self._packed: PackedLinears | None = None
+        self._undo: list[Callable[[], None]] = []
+        self._weights_seen: tuple[tuple[int, int], ...] = ()
+        parameters = inspect.signature(model.forward).parameters
+        self._takes_position_ids = "position_ids" in parameters
+        self._takes_logits_to_keep = "logits_to_keep" in parameters
+        _refuse_unsupported_configs(model)
+
+    # ---------------------------------------------------------------------------------------------- facts
+
+    @property
+    def num_embeddings(self) -> int:
+        """Rows of the input embedding: every valid token id is below this."""
+        return self.model.get_input_embeddings().weight.shape[0]
+
+    @property
+    def vocab_size(self) -> int:
+        """Size of the output distribution."""
+        head = self.model.get_output_embeddings()
+        return self.num_embeddings if head is None else head.weight.shape[0]
+
+    @property
+    def max_positions(self) -> int | None:
+        """Longest sequence that the model's positions allow, if it says so."""
+        return getattr(self.text_config, "max_position_embeddings", None)
+
+    @property
+    def is_attached(self) -> bool:
+        """Whether the model runs on an engine's attention now."""
+        return bool(self._undo)
+
+    @property
+    def packed_bytes(self) -> int:
+        """Memory of the packed copies of linear layers."""
+        return 0 if self._packed is None else self._packed.packed_bytes
+
+    # ------------------------------------------------------------------------------------- attach and detach
+
+    def attach(self, attention: Callable[..., tuple[Tensor, None]]) -> None:
+        """Puts the model on `attention`, in eval mode, with packed linear layers where they pay.
+
+        Raises:
+            RuntimeError: It is attached already.
+        """
+        if self._undo:
+            raise RuntimeError("the model adapter is already attached; detach it first")
+        try:
+            self._switch_attention(attention)
+            self._undo.append(_eval_mode(self.model))
+            if self.device.type == "cpu":
+                if self._packed is None:
+                    self._packed = PackedLinears(self.model, memory_limit_bytes=self._limit)
+                self._packed.install()
+                self._undo.append(self._packed.uninstall)
+        except BaseException:
+            self.detach()
+            raise
+
+    def detach(self) -> None:
+        """Puts back what `attach` changed; harmless when nothing is attached."""
+        while self._undo:
+            self._undo.pop()()
+
+    @contextmanager
+    def attached(self, attention: Callable[..., tuple[Tensor, None]]) -> Iterator[None]:
+        """Attached inside the `with` block."""
+        self.attach(attention)
+        try:
+            yield
+        finally:
+            self.detach()
+
+    def _switch_attention(self, attention: Callable[..., tuple[Tensor, None]]) -> None:
+        from transformers import AttentionInterface
+
+        AttentionInterface.register(self._name, attention)
+        self._undo.append(lambda: AttentionInterface._global_mapping.pop(self._name, None))
+        for config in _configs_of(self.model):
+            # The property would also overwrite what sub-configurations are set to.
+            original = config._attn_implementation_internal
+            config._attn_implementation_internal = self._name
+            self._undo.append(lambda config=config, original=original: _set_attention(config, original))
+
+    def refresh_weights(self, *, force: bool = False) -> bool:
+        """Packs weights again that changed in place.
+
+        Args:
+            force: Pack all again: changes made through `Tensor.data` leave no trace.
+
+        Returns:
+            Whether any weight is known to have changed since the last call.
+        """
+        seen = tuple((weight.data_ptr(), weight._version) for weight in self.model.parameters())
+        changed = bool(self._weights_seen) and seen != self._weights_seen
+        self._weights_seen = seen
+        if self._packed is not None:
+            if force:
+                self._packed.repack()
+            elif changed:
+                self._packed.refresh()
+        return changed
+
+    # ------------------------------------------------------------------------------------------ forward passes
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor, logit_indices: Tensor) -> Tensor:
+        """Runs packed tokens through the model.
+
+        Args:
+            input_ids: `[num_tokens]` int64.
+            position_ids: `[num_tokens]` int64.
+            logit_indices: `[num_samples]` int64, tokens whose logits are wanted.
+
+        Returns:
+            `[num_samples, vocab_size]` in the model's dtype.
+        """
+        arguments: dict[str, Any] = {"input_ids": input_ids.unsqueeze(0), "use_cache": False}
+        if self._takes_position_ids:
+            arguments["position_ids"] = position_ids.unsqueeze(0)
+        if self._takes_logits_to_keep:
+            # Only these rows reach the head: logits of a whole prefill would dwarf everything else.
+            return self.model(**arguments, logits_to_keep=logit_indices).logits[0]
+        return self.model(**arguments).logits[0].index_select(0, logit_indices)
+
+    def plain_logits(self, token_ids: list[int]) -> Tensor:
+        """Logits of one sequence through the unchanged model, `[num_tokens, vocab_size]` float32. Not while attached."""
+        restore = _eval_mode(self.model)
+        try:
+            input_ids = torch.tensor([token_ids], device=self.device)
+            return self.model(input_ids=input_ids, use_cache=False).logits[0].float()
+        finally:
+            restore()
+
+    def inspect_layout(self) -> ModelLayout:
+        """Runs the model once with a recording attention function.
+
+        Raises:
+            UnsupportedModelError: The model does not route its attention through transformers' interface, or asks
+                for something that the kernels do not do.
+        """
+        recorder = _Recorder()
+        num_tokens = _DRY_RUN_TOKENS
+        positions = torch.arange(num_tokens, device=self.device)
+        self._switch_attention(recorder.forward)
+        self._undo.append(_eval_mode(self.model))
+        try:
+            self.forward(torch.zeros_like(positions), positions, positions[-1:])
+        finally:
+            self.detach()
+        if not recorder.calls:
+            raise UnsupportedModelError(
+                f"{type(self.model).__name__} does not call transformers' attention interface, so its attention "
+                "cannot be paged; use model.generate for it"
+            )
+        _check_windows(self.text_config, recorder.calls)
+        return ModelLayout(tuple(recorder.calls), tuple(recorder.geometries))
+
+
+class _Recorder:
+    """An attention function that notes what it is asked and returns zeros."""
+
+    def __init__(self) -> None:
+        self.calls: list[AttentionCall] = []
+        self.geometries: list[LayerGeometry] = []
+
+    def forward(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+    ) -> tuple[Tensor, None]:
+        name = type(module).__name__
+        unknown = {key for key, value in kwargs.items() if value is not None} - UNDERSTOOD_ARGUMENTS
+        if unknown:
+            raise UnsupportedModelError(f"{name} passes {sorted(unknown)} to its attention, which is not supported")
+        if getattr(module, "is_causal", True) is False or kwargs.get("is_causal") is False:
+            raise UnsupportedModelError(f"{name} is not causal; only causal attention can be continued token by token")
+        if query.shape[0] != 1 or query.shape[2] != key.shape[2]:
+            raise UnsupportedModelError(
+                f"{name} attends from {tuple(query.shape)} to {tuple(key.shape)}, which is not self-attention over "
+                "one packed sequence"
+            )
+        self.calls.append(
+            AttentionCall(window=kwargs.get("sliding_window") or 0, softcap=kwargs.get("softcap") or 0.0)
+        )
+        self.geometries.append(LayerGeometry(key.shape[1], key.shape[3], value.shape[3], key.dtype))
+        return value.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
+
+
+def _refuse_unsupported_configs(model: Any) -> None:
+    name = type(model).__name__
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise UnsupportedModelError(f"{name} is an encoder-decoder; only decoder-only models are supported")
+    layer_types = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
+    unsupported = sorted(layer_types - SUPPORTED_LAYER_TYPES)
+    if unsupported:
+        raise UnsupportedModelError(
+            f"{name} has layers of type {', '.join(unsupported)}; supported are {', '.join(sorted(SUPPORTED_LAYER_TYPES))}"
+        )
+
+
+def _check_windows(text_config: Any, calls: list[AttentionCall]) -> None:
+    """Refuses models whose window is known to their mask only: without a mask it would silently not apply."""
+    layer_types = getattr(text_config, "layer_types", None) or ()
+    expected = sum(layer_type == "sliding_attention" for layer_type in layer_types)
+    actual = sum(call.window > 0 for call in calls)
+    if actual < expected:
+        raise UnsupportedModelError(
+            f"the configuration names {expected} sliding-window layers, but only {actual} attention calls say so; "
+            "this model keeps its window in the mask, which is not supported"
+        )
+
+
+def _configs_of(model: nn.Module) -> list[Any]:
+    """All configuration objects that modules of the model read, each once."""
+    pending = [module.config for module in model.modules() if hasattr(module, "config")]
+    found: dict[int, Any] = {}
+    while pending:
+        config = pending.pop()
+        if id(config) not in found and hasattr(config, "_attn_implementation_internal"):
+            found[id(config)] = config
+            pending += [getattr(config, key, None) for key in getattr(config, "sub_configs", {})]
+    return list(found.values())
+
+
+def _set_attention(config: Any, implementation: str | None) -> None:
+    config._attn_implementation_internal = implementation
+
+
+def _eval_mode(model: nn.Module) -> Callable[[], None]:
+    """Puts the model into eval mode; the returned function puts each module back."""
+    were_training = [module for module in model.modules() if module.training]
+    model.eval()
+
+    def restore() -> None:
+        for module in were_training:
+            module.training = True
+
+    return restore

@@ -1,0 +1,119 @@
+"""The frozen records that travel between the stages of a step.
+
+`BatchPlan` goes from the scheduler (host) to the device side, `StepResult` comes back. Neither side sees more of the
+other than these records.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from cbtriton.request import SamplingParams
+
+Path = Literal["varlen", "decode"]
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledRow:
+    """One request's share of a step.
+
+    Attributes:
+        request_id: Whose tokens they are.
+        epoch: The request's epoch when it was scheduled; a different one at commit means that the result is stale.
+        row: Its row in the request table.
+        start: Position of the first token to run, which is also the number of its tokens already in the cache.
+        count: Number of tokens to run, at least 1.
+        samples: Whether the row's last token produces a new one.
+    """
+
+    request_id: str
+    epoch: int
+    row: int
+    start: int
+    count: int
+    samples: bool
+
+
+@dataclass(frozen=True, slots=True)
+class RowStart:
+    """A request enters a row of the table: its tokens and parameters are written there before the step runs."""
+
+    row: int
+    token_ids: list[int]
+    prompt_length: int
+    sampling: SamplingParams
+    eos_token_ids: frozenset[int]
+
+
+@dataclass(frozen=True, slots=True)
+class BlockTableUpdate:
+    """Blocks `block_ids` become entries `first_index`, `first_index + 1`, … of a row's block table."""
+
+    row: int
+    first_index: int
+    block_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCopy:
+    """The contents of block `source` are copied to block `target`, in all layers, before the step runs."""
+
+    source: int
+    target: int
+
+
+@dataclass(frozen=True, slots=True)
+class BatchPlan:
+    """All that the device side needs to know to run one step.
+
+    Attributes:
+        path: `decode` when every row runs exactly one token, else `varlen`.
+        rows: The scheduled rows, at least one.
+        row_starts: Rows that get a new occupant in this step.
+        table_updates: New entries of block tables.
+        block_copies: Copies to make before the step; sources and targets are disjoint.
+        num_tokens: Sum of the rows' counts.
+        max_seq_len: Longest context of any row after this step, in tokens.
+    """
+
+    path: Path
+    rows: tuple[ScheduledRow, ...]
+    row_starts: tuple[RowStart, ...]
+    table_updates: tuple[BlockTableUpdate, ...]
+    block_copies: tuple[BlockCopy, ...]
+    num_tokens: int
+    max_seq_len: int
+
+
+@dataclass(frozen=True, slots=True)
+class Idle:
+    """There is nothing to run now.
+
+    Attributes:
+        has_waiting: Whether requests are waiting for something (steps in flight, a parent's prompt, free blocks).
+    """
+
+    has_waiting: bool
+
+
+@dataclass(frozen=True, slots=True)
+class SampledToken:
+    """What one sampling row of a step produced.
+
+    Attributes:
+        token_id: The new token.
+        logprob: Its log-probability under the processed distribution; None when not asked for.
+        is_valid: False where the model's logits were not usable (NaN, or no token allowed); the token then means nothing.
+    """
+
+    token_id: int
+    logprob: float | None
+    is_valid: bool
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """The tokens that a step sampled, in the order of its sampling rows."""
+
+    sampled: tuple[SampledToken, ...]

@@ -1,0 +1,193 @@
+"""A request: what the caller asked for, how far it got, and what it returns.
+
+Owns the records that describe one generation request on the host. The scheduler is the only module that
+changes a `Request`; everybody else reads it. This module knows nothing of blocks, tensors or threads.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Literal
+
+FinishReason = Literal["eos", "length", "cancelled", "error"]
+
+
+class RequestStatus(IntEnum):
+    """Where a request stands; every value from `FINISHED` on is terminal."""
+
+    PENDING = 0
+    PREFILLING = 1
+    DECODING = 2
+    FINISHED = 3
+    FAILED = 4
+    CANCELLED = 5
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How one request turns logits into a token. Immutable, resolved once when the request is added.
+
+    Attributes:
+        temperature: Divides the logits; 0.0 means greedy decoding (the other filters then do not matter).
+        top_k: Keeps the `top_k` most likely tokens and whatever ties with the last of them; 0 means off.
+        top_p: Keeps the smallest set of most likely tokens with at least this much probability; 1.0 means off.
+        min_p: Drops tokens less likely than `min_p` times the most likely one; 0.0 means off.
+        seed: 64-bit seed of the request's own random stream. A draw depends on (seed, position, token id) only.
+        min_new_tokens: EOS ids are suppressed until this many tokens were generated.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+    min_new_tokens: int = 0
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the most likely token is always taken."""
+        return self.temperature == 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class StopRules:
+    """When one request ends.
+
+    Attributes:
+        max_new_tokens: Number of generated tokens at which the request ends with `finish_reason="length"`.
+        eos_token_ids: Any of these ends the request; empty means that no token does.
+        stop_sequences: Token id sequences; generating one of them ends the request.
+        stop_strings: Texts; producing one of them (as decoded by the manager's tokenizer) ends the request.
+    """
+
+    max_new_tokens: int
+    eos_token_ids: frozenset[int] = frozenset()
+    stop_sequences: tuple[tuple[int, ...], ...] = ()
+    stop_strings: tuple[str, ...] = ()
+
+
+@dataclass(slots=True)
+class GenerationOutput:
+    """What a caller receives for a request: one object per update when streaming, one at the end otherwise.
+
+    Attributes:
+        request_id: Id of the request.
+        prompt_ids: Token ids of the prompt.
+        generated_tokens: All tokens generated so far, a final EOS included.
+        logprobs: Log-probability of each generated token under the processed distribution; empty unless
+            `ContinuousBatchingConfig.return_logprobs` is set.
+        error: Why the request failed or ended early; None when nothing went wrong.
+        status: State of the request when this output was made.
+        created_time: `time.perf_counter()` when the request was added.
+        lifespan: `time.perf_counter()` when the request was first scheduled and when it ended; -1 before that.
+        timestamps: `time.perf_counter()` of each generated token when asked for, else None.
+        finish_reason: Why the request ended; None while it runs.
+    """
+
+    request_id: str
+    prompt_ids: list[int] = field(default_factory=list)
+    generated_tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    error: str | None = None
+    status: RequestStatus = RequestStatus.PENDING
+    created_time: float = field(default_factory=time.perf_counter)
+    lifespan: tuple[float, float] = (-1.0, -1.0)
+    timestamps: list[float] | None = None
+    finish_reason: FinishReason | None = None
+
+    def is_finished(self) -> bool:
+        """Whether this is the request's last output (finished, failed or cancelled)."""
+        return self.status >= RequestStatus.FINISHED
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """The scheduler's view of one request. Only `Scheduler` changes it.
+
+    Attributes:
+        request_id: Unique among the requests in flight.
+        prompt_ids: Token ids of the prompt, never empty.
+        sampling: How tokens are drawn.
+        stop: When the request ends.
+        streaming: Whether each token is delivered as it comes.
+        record_timestamps: Whether the time of each token is kept.
+        cache_salt: Requests with different salts never share cached blocks.
+        parent_id: Id of the request whose prompt cache this one may fork; None for an ordinary request.
+        generated: Tokens generated so far.
+        logprobs: Their log-probabilities, when asked for.
+        timestamps: Their times, when asked for.
+        status: Current state.
+        epoch: Raised whenever the request leaves its row, so that results of older steps are recognised as stale.
+        row: Its place in the request table while it runs, else None.
+        num_computed: Tokens whose keys and values are in the cache or will be once the steps in flight are done.
+        num_in_flight: Sampled tokens that were launched but not committed yet.
+        num_cached: Prompt tokens that the prefix cache provided at the last admission.
+        num_preemptions: How often the request lost its blocks.
+        error: Why it failed.
+        finish_reason: Why it ended.
+    """
+
+    request_id: str
+    prompt_ids: list[int]
+    sampling: SamplingParams
+    stop: StopRules
+    streaming: bool = False
+    record_timestamps: bool = False
+    cache_salt: str | None = None
+    parent_id: str | None = None
+    generated: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    timestamps: list[float] = field(default_factory=list)
+    status: RequestStatus = RequestStatus.PENDING
+    epoch: int = 0
+    row: int | None = None
+    num_computed: int = 0
+    num_in_flight: int = 0
+    num_cached: int = 0
+    num_preemptions: int = 0
+    created_time: float = field(default_factory=time.perf_counter)
+    started_time: float = -1.0
+    finished_time: float = -1.0
+    error: str | None = None
+    finish_reason: FinishReason | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Known tokens: prompt and generated."""
+        return len(self.prompt_ids) + len(self.generated)
+
+    @property
+    def token_ids(self) -> list[int]:
+        """Prompt and generated tokens, as a new list."""
+        return self.prompt_ids + self.generated
+
+    @property
+    def num_remaining(self) -> int:
+        """Tokens still to run before the next token can be sampled (tokens in flight included)."""
+        return len(self.prompt_ids) + len(self.generated) + self.num_in_flight - self.num_computed
+
+    @property
+    def is_terminal(self) -> bool:
+        """Whether the request has ended, however."""
+        return self.status >= RequestStatus.FINISHED
+
+    def to_output(self, num_tokens: int | None = None) -> GenerationOutput:
+        """A snapshot for the caller; later changes of the request do not show in it.
+
+        Args:
+            num_tokens: Shows only the first `num_tokens` generated tokens; None shows all.
+        """
+        return GenerationOutput(
+            request_id=self.request_id,
+            prompt_ids=list(self.prompt_ids),
+            generated_tokens=self.generated[:num_tokens],
+            logprobs=self.logprobs[:num_tokens],
+            error=self.error,
+            status=self.status,
+            created_time=self.created_time,
+            lifespan=(self.started_time, self.finished_time),
+            timestamps=self.timestamps[:num_tokens] if self.record_timestamps else None,
+            finish_reason=self.finish_reason,
+        )

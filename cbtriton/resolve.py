@@ -1,0 +1,365 @@
+"""Turns what was asked for into an `EngineConfig`: one pure function, called once when a manager is made.
+
+Every value that the caller left open becomes a number here and leaves a `Decision` behind. Nothing else in
+the package infers a setting. The module knows sizes, not tensors: the caller measures the model and its
+device first.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, TypeVar
+
+from cbtriton.config import (
+    ContinuousBatchingConfig,
+    Decision,
+    EngineConfig,
+    ModelFacts,
+    WorkloadHints,
+)
+
+_Value = TypeVar("_Value")
+
+_MAX_REQUESTS = 1024
+_MIN_BATCH_TOKENS = 256
+_MAX_BATCH_TOKENS = 8192
+_MAX_BATCH_TOKENS_CPU = 2048
+_SHARED_MEMORY_DEVICES = ("cpu", "mps")
+
+
+@dataclass(slots=True)
+class _Log:
+    """Collects the decisions of one `resolve` call."""
+
+    decisions: list[Decision] = field(default_factory=list)
+
+    def decide(self, name: str, asked: object, resolved: _Value, why: str) -> _Value:
+        """Records why `name` became `resolved`, which is returned."""
+        self.decisions.append(Decision(name, asked, resolved, why))
+        return resolved
+
+
+def resolve(
+    config: ContinuousBatchingConfig,
+    hints: WorkloadHints,
+    facts: ModelFacts,
+    *,
+    has_logits_processing: bool,
+    scheduler_types: Mapping[str, float],
+) -> EngineConfig:
+    """Every setting of an engine, from what was asked for and what is known.
+
+    Args:
+        config: What was asked for; not changed. It is checked again, since its fields can be assigned.
+        hints: What is known about the requests.
+        facts: What is known about the model and the device.
+        has_logits_processing: Whether logits go through processors, which need memory of the vocabulary's
+            size.
+        scheduler_types: Name of each scheduler -> its own safety margin, a share of the blocks.
+
+    Raises:
+        ValueError: A value is out of range, the scheduler is unknown, or there is no memory for a single
+            block.
+        NotImplementedError: Compilation was asked for.
+    """
+    config = ContinuousBatchingConfig.from_any(config)
+    log = _Log()
+    _refuse_compilation(config)
+    _forgo_graphs(config, facts, log)
+    _forgo_offload(config, log)
+    default_margin = _scheduler_margin(config, scheduler_types)
+
+    wanted_requests, requests_why = _wanted_requests(config, hints)
+    num_blocks = _num_blocks(config, hints, facts, wanted_requests, has_logits_processing, log)
+    max_requests = _max_requests(config, wanted_requests, requests_why, num_blocks, log)
+    max_model_len = _max_model_len(config, facts, num_blocks, log)
+    max_decode_blocks = _max_decode_blocks(config, hints, max_model_len, log)
+    return EngineConfig(
+        page_size=config.page_size,
+        num_blocks=num_blocks,
+        max_batch_tokens=_max_batch_tokens(config, facts, num_blocks, max_requests, log),
+        max_requests=max_requests,
+        max_blocks_per_request=_blocks_for(max_model_len, config.page_size),
+        max_decode_blocks=max_decode_blocks,
+        max_model_len=max_model_len,
+        use_decode_path=max_decode_blocks > 0,
+        share_blocks=config.allow_block_sharing,
+        async_depth=_async_depth(config, log),
+        q_interval=_interval("q_padding_interval_size", config.q_padding_interval_size, log),
+        kv_interval=_interval("kv_padding_interval_size", config.kv_padding_interval_size, log),
+        scheduler_type=config.scheduler_type,
+        safety_margin=_safety_margin(config, default_margin, log),
+        return_logprobs=config.return_logprobs,
+        seed=_seed(config, log),
+        max_queue_size=config.max_queue_size,
+        per_request_processors=config.per_request_processors,
+        drop_unsupported_processors=config.drop_unsupported_processors,
+        decisions=tuple(log.decisions),
+    )
+
+
+def available_memory_bytes(root: Path = Path("/")) -> int:
+    """Host memory that this process may still take, in bytes.
+
+    The smallest of what the kernel calls available and what each enclosing control group (version 1 or 2)
+    leaves; file pages that a group could drop count as free.
+
+    Args:
+        root: Where `proc` and `sys` are mounted.
+
+    Raises:
+        RuntimeError: The platform does not tell.
+    """
+    available = [*_kernel_available(root), *_control_group_rooms(root)]
+    if not available:
+        available = [_free_pages_bytes()]
+    return max(0, min(available))
+
+
+def _refuse_compilation(config: ContinuousBatchingConfig) -> None:
+    for name in ("varlen_compile_config", "decode_compile_config"):
+        if getattr(config, name) is not None:
+            raise NotImplementedError(
+                f"{name} is not available yet, got {getattr(config, name)!r}; set {name}=None"
+            )
+    if config.default_compile_level > 0:
+        raise NotImplementedError(
+            f"default_compile_level must be 0, got {config.default_compile_level}: compilation is not "
+            "available yet; set default_compile_level=0"
+        )
+
+
+def _forgo_graphs(config: ContinuousBatchingConfig, facts: ModelFacts, log: _Log) -> None:
+    asked = config.use_cuda_graph
+    log.decide("use_cuda_graph", asked, (False, False), "captured graphs are not available in this version")
+    if any(config.cuda_graph_booleans):
+        warnings.warn(
+            f"use_cuda_graph={asked!r} has no effect: graphs are not available on {facts.device_type!r} in "
+            "this version; set use_cuda_graph=None",
+            UserWarning,
+            stacklevel=3,
+        )
+
+
+def _forgo_offload(config: ContinuousBatchingConfig, log: _Log) -> None:
+    asked = config.cpu_offload_space
+    if asked == 0:
+        return
+    log.decide(
+        "cpu_offload_space", asked, 0.0, "a preempted request computes its cache again in this version"
+    )
+    warnings.warn(
+        f"cpu_offload_space={asked!r} has no effect: this version computes the cache of a preempted request "
+        "again; set cpu_offload_space=0",
+        UserWarning,
+        stacklevel=3,
+    )
+
+
+def _scheduler_margin(config: ContinuousBatchingConfig, scheduler_types: Mapping[str, float]) -> float:
+    if config.scheduler_type not in scheduler_types:
+        known = ", ".join(sorted(scheduler_types))
+        raise ValueError(
+            f"scheduler_type must be one of {known}, got {config.scheduler_type!r}; pick or register one"
+        )
+    return scheduler_types[config.scheduler_type]
+
+
+def _wanted_requests(config: ContinuousBatchingConfig, hints: WorkloadHints) -> tuple[int, str]:
+    if config.max_requests_per_batch is not None:
+        return config.max_requests_per_batch, "as asked"
+    if 0 < hints.num_requests < _MAX_REQUESTS:
+        return hints.num_requests, "the hinted number of requests"
+    return _MAX_REQUESTS, "the preset"
+
+
+def _num_blocks(
+    config: ContinuousBatchingConfig,
+    hints: WorkloadHints,
+    facts: ModelFacts,
+    wanted_requests: int,
+    has_logits_processing: bool,
+    log: _Log,
+) -> int:
+    if config.num_blocks is not None:
+        return config.num_blocks
+    share = _memory_share(config, facts, has_logits_processing, log)
+    block_bytes = config.page_size * facts.kv_bytes_per_token
+    fitting = int(share * facts.available_memory_bytes) // block_bytes
+    if fitting < 1:
+        raise ValueError(
+            f"no memory for the cache: a block of {config.page_size} tokens takes {block_bytes} bytes, and "
+            f"{share:g} of the {facts.available_memory_bytes} bytes available hold {fitting} blocks; free "
+            "memory, lower page_size, raise max_memory_percent or set num_blocks"
+        )
+    why = f"{share:g} of {facts.available_memory_bytes} bytes available, {block_bytes} bytes per block"
+    for useful, reason in _useful_blocks(config, hints, facts, wanted_requests):
+        if useful < fitting:
+            fitting, why = useful, reason
+    return log.decide("num_blocks", None, fitting, why)
+
+
+def _memory_share(
+    config: ContinuousBatchingConfig, facts: ModelFacts, has_logits_processing: bool, log: _Log
+) -> float:
+    if config.max_memory_percent is not None:
+        return config.max_memory_percent
+    if facts.device_type in _SHARED_MEMORY_DEVICES:
+        return log.decide("max_memory_percent", None, 0.6, "host and device share memory")
+    if has_logits_processing:
+        return log.decide("max_memory_percent", None, 0.8, "room for logits processing")
+    return log.decide("max_memory_percent", None, 0.9, "no logits processing")
+
+
+def _useful_blocks(
+    config: ContinuousBatchingConfig, hints: WorkloadHints, facts: ModelFacts, wanted_requests: int
+) -> Iterator[tuple[int, str]]:
+    """Numbers of blocks beyond which more would stay empty, each with its reason."""
+    longest = 0
+    if facts.max_position_embeddings is not None:
+        longest = _blocks_for(facts.max_position_embeddings, config.page_size)
+        yield (
+            wanted_requests * longest,
+            f"{wanted_requests} requests of {facts.max_position_embeddings} positions",
+        )
+    if hints.max_length > 0 and hints.num_requests > 0:
+        # Hints may be wrong, and a manager may outlive them: one request of any length must still fit.
+        hinted = hints.num_requests * (_blocks_for(hints.max_length, config.page_size) + 1)
+        yield (
+            max(hinted, longest),
+            f"{hints.num_requests} hinted requests of {hints.max_length} tokens, or one of the longest",
+        )
+
+
+def _max_requests(config: ContinuousBatchingConfig, wanted: int, why: str, num_blocks: int, log: _Log) -> int:
+    if config.max_requests_per_batch is not None:
+        return wanted
+    if num_blocks < wanted:
+        wanted, why = num_blocks, "each running request holds at least one block of its own"
+    return log.decide("max_requests_per_batch", None, wanted, why)
+
+
+def _max_model_len(config: ContinuousBatchingConfig, facts: ModelFacts, num_blocks: int, log: _Log) -> int:
+    capacity = num_blocks * config.page_size
+    if facts.max_position_embeddings is None or capacity < facts.max_position_embeddings:
+        return log.decide(
+            "max_model_len", None, capacity, f"{num_blocks} blocks of {config.page_size} tokens"
+        )
+    return log.decide("max_model_len", None, facts.max_position_embeddings, "the positions of the model")
+
+
+def _max_decode_blocks(
+    config: ContinuousBatchingConfig, hints: WorkloadHints, max_model_len: int, log: _Log
+) -> int:
+    longest = _blocks_for(max_model_len, config.page_size)
+    if config.max_blocks_per_request is not None:
+        return min(config.max_blocks_per_request, longest)
+    hinted = _blocks_for(hints.max_length, config.page_size)
+    if 0 < hinted < longest:
+        why = f"hinted requests of {hints.max_length} tokens; longer ones run on the varlen path"
+        return log.decide("max_blocks_per_request", None, hinted, why)
+    return log.decide("max_blocks_per_request", None, longest, f"sequences of up to {max_model_len} tokens")
+
+
+def _max_batch_tokens(
+    config: ContinuousBatchingConfig, facts: ModelFacts, num_blocks: int, max_requests: int, log: _Log
+) -> int:
+    if config.max_batch_tokens is not None:
+        return config.max_batch_tokens
+    cache_bytes = num_blocks * config.page_size * facts.kv_bytes_per_token
+    logits_bytes = max_requests * facts.vocab_size * facts.logits_dtype_bytes
+    room = facts.available_memory_bytes - cache_bytes - logits_bytes
+    # Live activations of one layer in fp32: about 8 tensors of the hidden and 4 of the intermediate width.
+    token_bytes = 4 * (8 * facts.hidden_size + 4 * facts.intermediate_size)
+    fitting = room // token_bytes
+    if fitting < _MIN_BATCH_TOKENS:
+        why = f"the least; {max(0, room)} bytes besides cache and logits"
+        return log.decide("max_batch_tokens", None, _MIN_BATCH_TOKENS, why)
+    if facts.device_type == "cpu" and fitting > _MAX_BATCH_TOKENS_CPU:
+        why = "on a CPU a longer step only delays everybody's next token"
+        return log.decide("max_batch_tokens", None, _MAX_BATCH_TOKENS_CPU, why)
+    if fitting > _MAX_BATCH_TOKENS:
+        return log.decide("max_batch_tokens", None, _MAX_BATCH_TOKENS, "the most; memory would hold more")
+    return log.decide("max_batch_tokens", None, fitting, f"{room} bytes besides cache and logits")
+
+
+def _async_depth(config: ContinuousBatchingConfig, log: _Log) -> Literal[0, 1]:
+    if config.use_async_batching is None:
+        log.decide("use_async_batching", None, False, "it pays where steps are captured as graphs")
+    return 1 if config.use_async_batching else 0
+
+
+def _interval(name: str, asked: int, log: _Log) -> int:
+    if asked > 0:
+        return asked
+    return log.decide(name, asked, 1, "nothing is compiled or captured, so steps run at their exact sizes")
+
+
+def _safety_margin(config: ContinuousBatchingConfig, default_margin: float, log: _Log) -> float:
+    if config.safety_margin is not None:
+        return config.safety_margin
+    return log.decide("safety_margin", None, default_margin, f"the {config.scheduler_type} scheduler's own")
+
+
+def _seed(config: ContinuousBatchingConfig, log: _Log) -> int:
+    if config.seed is not None:
+        return config.seed
+    return log.decide("seed", None, secrets.randbits(63), "drawn at random; set it to repeat this run")
+
+
+def _blocks_for(num_tokens: int, page_size: int) -> int:
+    return -(-num_tokens // page_size)
+
+
+def _kernel_available(root: Path) -> Iterator[int]:
+    for line in _read_text(root / "proc/meminfo").splitlines():
+        if line.startswith("MemAvailable:"):
+            yield int(line.split()[1]) * 1024
+
+
+def _control_group_rooms(root: Path) -> Iterator[int]:
+    """What each control group around this process leaves of its limit in bytes, where it has a limit."""
+    for line in _read_text(root / "proc/self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            mount, names = root / "sys/fs/cgroup", ("memory.max", "memory.current", "inactive_file")
+        elif "memory" in controllers.split(","):
+            mount = root / "sys/fs/cgroup/memory"
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+        else:
+            continue
+        group = mount / path.strip("/")
+        # Inside a container the path may be the host's; the container's own limit is then at the mount point.
+        for folder in {group, *group.parents, mount}:
+            if folder == mount or mount in folder.parents:
+                yield from _room(folder, *names)
+
+
+def _room(folder: Path, limit_name: str, usage_name: str, droppable_name: str) -> Iterator[int]:
+    limit, usage = _read_text(folder / limit_name).strip(), _read_text(folder / usage_name).strip()
+    if not (limit.isdigit() and usage.isdigit()):
+        return
+    stat = dict(line.split() for line in _read_text(folder / "memory.stat").splitlines())
+    yield int(limit) - int(usage) + int(stat.get(droppable_name, 0))
+
+
+def _read_text(path: Path) -> str:
+    """The file's text; empty where it does not exist or may not be read."""
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
+
+
+def _free_pages_bytes() -> int:
+    try:
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError) as error:
+        raise RuntimeError(
+            "this platform does not tell how much memory is available; set num_blocks and max_batch_tokens"
+        ) from error

@@ -1,0 +1,483 @@
+"""Decides what runs in the next step, and what its results mean for the requests.
+
+Owns every `Request` from the moment it is added until it ends, and is the only module that changes one. It asks the
+block manager for memory, and returns frozen plans; it never sees a tensor, a thread or a clock of the device.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from cbtriton.block_manager import BlockManager
+from cbtriton.plan import BatchPlan, BlockCopy, BlockTableUpdate, Idle, RowStart, SampledToken, ScheduledRow, StepResult
+from cbtriton.request import FinishReason, GenerationOutput, Request, RequestStatus
+from cbtriton.stopping import StopDecision
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulingPolicy:
+    """In which order running requests get their share of a step.
+
+    Attributes:
+        name: What `ContinuousBatchingConfig.scheduler_type` calls it.
+        order: Sorts the running requests (given in order of admission); must be a permutation of its input.
+        default_safety_margin: Share of blocks held back from new prefills when the configuration names none.
+    """
+
+    name: str
+    order: Callable[[Sequence[Request]], Sequence[Request]]
+    default_safety_margin: float
+
+
+def _is_decoding(request: Request) -> bool:
+    return request.num_remaining <= 1
+
+
+def _decodes_first(running: Sequence[Request]) -> Sequence[Request]:
+    return sorted(running, key=lambda request: not _is_decoding(request))
+
+
+def _prefills_first(running: Sequence[Request]) -> Sequence[Request]:
+    return sorted(running, key=_is_decoding)
+
+
+FIFO = SchedulingPolicy("fifo", _decodes_first, default_safety_margin=0.15)
+PREFILL_FIRST = SchedulingPolicy("prefill_first", _prefills_first, default_safety_margin=0.0)
+
+
+class PolicyRegistry:
+    """Scheduling policies by name. A researcher adds one with `register` before making a manager."""
+
+    def __init__(self, policies: Iterable[SchedulingPolicy]) -> None:
+        self._policies = {policy.name: policy for policy in policies}
+
+    def register(self, policy: SchedulingPolicy) -> None:
+        """Adds a policy.
+
+        Raises:
+            ValueError: The name is taken.
+        """
+        if policy.name in self._policies:
+            raise ValueError(f"scheduler {policy.name!r} is already registered; choose another name")
+        self._policies[policy.name] = policy
+
+    def get(self, name: str) -> SchedulingPolicy:
+        """The policy of that name.
+
+        Raises:
+            ValueError: There is none; the message lists those that exist.
+        """
+        if name not in self._policies:
+            raise ValueError(f"scheduler_type must be one of {sorted(self._policies)}, got {name!r}")
+        return self._policies[name]
+
+    def default_margins(self) -> dict[str, float]:
+        """Each policy's default safety margin."""
+        return {name: policy.default_safety_margin for name, policy in self._policies.items()}
+
+
+SCHEDULERS = PolicyRegistry([FIFO, PREFILL_FIRST])
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerLimits:
+    """The budgets of a step and of a request.
+
+    Attributes:
+        max_batch_tokens: Query tokens per step.
+        max_requests: Requests that run at once, which is also the number of rows of the request table.
+        safety_margin: Share of all blocks below which no new prefill starts, 0…1.
+        max_decode_blocks: Longest context, in blocks, that the decode path takes; 0 turns it off.
+    """
+
+    max_batch_tokens: int
+    max_requests: int
+    safety_margin: float
+    max_decode_blocks: int
+
+
+@dataclass(slots=True)
+class SchedulerCounters:
+    """Totals since the scheduler was made; see `EngineStats` for their meaning."""
+
+    prompt_tokens: int = 0
+    prefix_queried_tokens: int = 0
+    prefix_cached_tokens: int = 0
+    generated_tokens: int = 0
+    dropped_tokens: int = 0
+    preemptions: int = 0
+    forks: int = 0
+    requests_finished: int = 0
+    requests_failed: int = 0
+    requests_cancelled: int = 0
+
+
+@dataclass(slots=True)
+class _Share:
+    """One request's share of the step being planned."""
+
+    request: Request
+    row: int
+    start: int
+    count: int
+    table_updates: list[BlockTableUpdate]
+    row_start: RowStart | None = None
+    block_copy: BlockCopy | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Prefix:
+    """What a request has in the cache when it is admitted."""
+
+    num_tokens: int
+    is_fork: bool
+    block_copy: BlockCopy | None
+
+
+@dataclass(slots=True)
+class _Draft:
+    """The step being planned: shares in the order in which they were granted, and what is left of the budget."""
+
+    budget: int
+    shares: dict[str, _Share] = field(default_factory=dict)
+
+    def grant(self, share: _Share) -> None:
+        self.shares[share.request.request_id] = share
+        self.budget -= share.count
+
+    def withdraw(self, request_id: str) -> None:
+        share = self.shares.pop(request_id, None)
+        if share is not None:
+            self.budget += share.count
+
+
+class Scheduler:
+    """Plans steps over waiting and running requests.
+
+    Args:
+        policy: Order of the running requests.
+        blocks: The block manager; this scheduler is its only user.
+        limits: Budgets.
+        stop_check: Says after each new token whether the request ends and how much of it may be streamed.
+    """
+
+    def __init__(
+        self,
+        policy: SchedulingPolicy,
+        blocks: BlockManager,
+        limits: SchedulerLimits,
+        stop_check: Callable[[Request], StopDecision],
+    ) -> None:
+        self.counters = SchedulerCounters()
+        self._policy = policy
+        self._blocks = blocks
+        self._limits = limits
+        self._stop_check = stop_check
+        self._requests: dict[str, Request] = {}
+        self._waiting: deque[Request] = deque()
+        # Requests that wait for the prompt of their parent, by its id.
+        self._children: dict[str, list[Request]] = {}
+        # In order of admission: the last one is the newest and the first to be preempted.
+        self._running: dict[str, Request] = {}
+        self._free_rows = list(range(limits.max_requests - 1, -1, -1))
+        self._last_epoch = 0
+
+    # ------------------------------------------------------------------------------------------ questions
+
+    @property
+    def num_running(self) -> int:
+        """Requests that hold a row."""
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that hold no row."""
+        return len(self._requests) - len(self._running)
+
+    @property
+    def has_requests(self) -> bool:
+        """Whether any request has not ended."""
+        return bool(self._requests)
+
+    # --------------------------------------------------------------------------------------------- requests
+
+    def add(self, request: Request) -> None:
+        """Takes a request in. It must fit the cache on its own (the manager checks).
+
+        A request with a `parent_id` waits until the parent's prompt is computed and forks its cache.
+
+        Raises:
+            ValueError: The id is in flight.
+        """
+        if request.request_id in self._requests:
+            raise ValueError(f"request id {request.request_id!r} is in flight; use another id or wait for its result")
+        self._requests[request.request_id] = request
+        if request.parent_id in self._requests:
+            self._children.setdefault(request.parent_id, []).append(request)
+        else:
+            self._waiting.append(request)
+        self.counters.prompt_tokens += len(request.prompt_ids)
+
+    def cancel(self, request_id: str) -> list[GenerationOutput]:
+        """Ends a request and the children that still wait for its prompt. Unknown ids have no effect.
+
+        Returns:
+            One final output per request that ended, with the tokens so far.
+        """
+        outputs = []
+        for child in self._children.get(request_id, []).copy():
+            outputs += self.cancel(child.request_id)
+        if request_id in self._requests:
+            outputs.append(self._end(self._requests[request_id], RequestStatus.CANCELLED, "cancelled"))
+        return outputs
+
+    def fail_all(self, error: str) -> list[GenerationOutput]:
+        """Ends every request with `error`.
+
+        Returns:
+            One final output per request.
+        """
+        return [
+            self._end(request, RequestStatus.FAILED, "error", error) for request in list(self._requests.values())
+        ]
+
+    def reset_prefix_cache(self) -> None:
+        """Forgets all cached prefixes; requests keep what they computed."""
+        self._blocks.reset_prefix_cache()
+
+    # --------------------------------------------------------------------------------------------- planning
+
+    def schedule(self) -> BatchPlan | Idle:
+        """Plans the next step, on the assumption that the steps in flight will succeed."""
+        self._release_children()
+        draft = _Draft(budget=self._limits.max_batch_tokens)
+        self._continue_running(draft)
+        for share in draft.shares.values():
+            self._index(share)
+        self._admit_waiting(draft)
+        if not draft.shares:
+            return Idle(has_waiting=bool(self._requests))
+        return self._freeze(draft)
+
+    def _release_children(self) -> None:
+        """Moves the children of parents whose prompt is computed to the front of the queue."""
+        for parent_id in list(self._children):
+            parent = self._requests.get(parent_id)
+            if parent is None or parent.num_computed >= len(parent.prompt_ids):
+                self._waiting.extendleft(reversed(self._children.pop(parent_id)))
+
+    def _continue_running(self, draft: _Draft) -> None:
+        for request in self._policy.order(list(self._running.values())):
+            # One that was preempted for the sake of an earlier one has no row any more; one whose last token is in
+            # flight has nothing left to run.
+            row = request.row
+            wanted = min(request.num_remaining, draft.budget)
+            if row is None or wanted <= 0 or self._last_token_is_in_flight(request):
+                continue
+            count = self._make_room(request, wanted, draft)
+            if count > 0:
+                draft.grant(self._share(request, row, count))
+
+    def _last_token_is_in_flight(self, request: Request) -> bool:
+        return len(request.generated) + request.num_in_flight >= request.stop.max_new_tokens
+
+    def _make_room(self, request: Request, wanted: int, draft: _Draft) -> int:
+        """How many of `wanted` tokens the request can run, after preempting newer requests as far as needed."""
+        while True:
+            room = self._blocks.num_addable_tokens(request.request_id, request.num_computed)
+            if room >= wanted:
+                return wanted
+            victim = next(reversed(self._running.values()))
+            if victim is request:
+                # Nobody is newer. It waits with what it has: an older request takes its blocks if it needs them,
+                # and the oldest one always gets on, so somebody does.
+                return max(room, 0)
+            self._preempt(victim, draft)
+
+    def _preempt(self, victim: Request, draft: _Draft) -> None:
+        draft.withdraw(victim.request_id)
+        self._leave_row(victim)
+        victim.status = RequestStatus.PENDING
+        victim.num_computed = 0
+        victim.num_preemptions += 1
+        self.counters.preemptions += 1
+        self._waiting.appendleft(victim)
+
+    def _admit_waiting(self, draft: _Draft) -> None:
+        while self._waiting and self._free_rows and draft.budget > 0 and self._admit(self._waiting[0], draft):
+            self._waiting.popleft()
+
+    def _admit(self, request: Request, draft: _Draft) -> bool:
+        """Starts a waiting request if memory allows; never preempts for it."""
+        blocks = self._blocks
+        is_alone = not self._running
+        reserve = 0 if is_alone else int(self._limits.safety_margin * blocks.num_blocks)
+        if blocks.num_available < max(reserve, 1):
+            return False
+        token_ids = request.token_ids
+        prefix = self._attach_prefix(request, token_ids)
+        # All that is known must fit: a prompt that stops half-way only takes memory from others.
+        num_new = len(token_ids) - prefix.num_tokens
+        room = blocks.num_addable_tokens(request.request_id, prefix.num_tokens)
+        if room < (1 if is_alone else num_new):
+            blocks.release(request.request_id)
+            return False
+        self._count_admission(len(token_ids), prefix)
+        row = self._enter_row(request, prefix.num_tokens)
+        share = self._share(request, row, min(num_new, draft.budget, room))
+        share.table_updates = [BlockTableUpdate(row, 0, blocks.block_ids(request.request_id))]
+        share.row_start = RowStart(
+            row, token_ids, len(request.prompt_ids), request.sampling, request.stop.eos_token_ids
+        )
+        share.block_copy = prefix.block_copy
+        draft.grant(share)
+        self._index(share)
+        return True
+
+    def _attach_prefix(self, request: Request, token_ids: Sequence[int]) -> _Prefix:
+        """Gives the request a block table that holds as much of its tokens as others have computed already."""
+        parent = self._running.get(request.parent_id) if request.parent_id is not None else None
+        if parent is not None and parent.num_computed >= len(parent.prompt_ids) and not request.generated:
+            # The prompt's last token is computed again: the child draws its own first token from it.
+            num_tokens = len(request.prompt_ids) - 1
+            block_copy = self._blocks.fork(parent.request_id, request.request_id, num_tokens)
+            return _Prefix(num_tokens, is_fork=True, block_copy=block_copy)
+        match = self._blocks.match_prefix(token_ids, request.cache_salt)
+        return _Prefix(self._blocks.start(request.request_id, match), is_fork=False, block_copy=None)
+
+    def _count_admission(self, num_tokens: int, prefix: _Prefix) -> None:
+        if prefix.is_fork:
+            self.counters.forks += 1
+        elif self._blocks.share_blocks:
+            self.counters.prefix_queried_tokens += num_tokens
+            self.counters.prefix_cached_tokens += prefix.num_tokens
+
+    def _enter_row(self, request: Request, num_cached: int) -> int:
+        self._last_epoch += 1
+        request.epoch = self._last_epoch
+        request.row = row = self._free_rows.pop()
+        request.num_cached = num_cached
+        request.num_computed = num_cached
+        request.status = RequestStatus.PREFILLING
+        if request.started_time < 0:
+            request.started_time = time.perf_counter()
+        self._running[request.request_id] = request
+        return row
+
+    def _leave_row(self, request: Request) -> None:
+        if request.row is None:
+            return
+        del self._running[request.request_id]
+        self._blocks.release(request.request_id)
+        self._free_rows.append(request.row)
+        request.row = None
+        request.num_in_flight = 0
+
+    def _share(self, request: Request, row: int, count: int) -> _Share:
+        """The request's next `count` tokens, with the blocks that they need."""
+        num_held = self._blocks.num_blocks_held(request.request_id)
+        added = self._blocks.extend(request.request_id, request.num_computed + count)
+        updates = [BlockTableUpdate(row, num_held, added)] if added else []
+        return _Share(request, row, request.num_computed, count, updates)
+
+    def _index(self, share: _Share) -> None:
+        request = share.request
+        end = share.start + share.count
+        # Decodes complete a block once in `page_size` steps: skip the others before building the token list.
+        if end // self._blocks.page_size > share.start // self._blocks.page_size:
+            self._blocks.index_blocks(request.request_id, request.token_ids, end)
+
+    def _freeze(self, draft: _Draft) -> BatchPlan:
+        """Turns the draft into a plan; from here on the step is certain to run."""
+        rows: list[ScheduledRow] = []
+        row_starts: list[RowStart] = []
+        table_updates: list[BlockTableUpdate] = []
+        block_copies: list[BlockCopy] = []
+        num_tokens = max_seq_len = 0
+        for share in draft.shares.values():
+            request = share.request
+            samples = share.count == request.num_remaining
+            request.num_computed += share.count
+            request.num_in_flight += samples
+            rows.append(
+                ScheduledRow(request.request_id, request.epoch, share.row, share.start, share.count, samples)
+            )
+            num_tokens += share.count
+            max_seq_len = max(max_seq_len, request.num_computed)
+            table_updates += share.table_updates
+            if share.row_start is not None:
+                row_starts.append(share.row_start)
+            if share.block_copy is not None:
+                block_copies.append(share.block_copy)
+        is_decode = num_tokens == len(rows) and max_seq_len <= self._limits.max_decode_blocks * self._blocks.page_size
+        return BatchPlan(
+            path="decode" if is_decode else "varlen",
+            rows=tuple(rows),
+            row_starts=tuple(row_starts),
+            table_updates=tuple(table_updates),
+            block_copies=tuple(block_copies),
+            num_tokens=num_tokens,
+            max_seq_len=max_seq_len,
+        )
+
+    # ---------------------------------------------------------------------------------------------- results
+
+    def commit(self, plan: BatchPlan, result: StepResult) -> list[GenerationOutput]:
+        """Applies a step's tokens to its requests.
+
+        Rows whose request left its row since the plan was made (cancelled, preempted, finished) are dropped.
+
+        Returns:
+            An output for each streaming request that may show more tokens, and a final one for each that ended.
+        """
+        now = time.perf_counter()
+        outputs: list[GenerationOutput] = []
+        sampling_rows = (row for row in plan.rows if row.samples)
+        for row, sampled in zip(sampling_rows, result.sampled, strict=True):
+            request = self._running.get(row.request_id)
+            if request is None or request.epoch != row.epoch:
+                self.counters.dropped_tokens += 1
+                continue
+            output = self._commit_token(request, sampled, now)
+            if output is not None:
+                outputs.append(output)
+        return outputs
+
+    def _commit_token(self, request: Request, sampled: SampledToken, now: float) -> GenerationOutput | None:
+        request.num_in_flight -= 1
+        if not sampled.is_valid:
+            error = "the model produced no usable logits (NaN, or no token left to choose from)"
+            return self._end(request, RequestStatus.FAILED, "error", error)
+        request.status = RequestStatus.DECODING
+        request.generated.append(sampled.token_id)
+        if sampled.logprob is not None:
+            request.logprobs.append(sampled.logprob)
+        if request.record_timestamps:
+            request.timestamps.append(now)
+        self.counters.generated_tokens += 1
+        decision = self._stop_check(request)
+        if decision.finish_reason is not None:
+            return self._end(request, RequestStatus.FINISHED, decision.finish_reason)
+        if request.streaming and decision.num_releasable > 0:
+            return request.to_output(decision.num_releasable)
+        return None
+
+    def _end(
+        self, request: Request, status: RequestStatus, reason: FinishReason, error: str | None = None
+    ) -> GenerationOutput:
+        if request.row is None:
+            queue = self._waiting if request in self._waiting else self._children[request.parent_id or ""]
+            queue.remove(request)
+        self._leave_row(request)
+        del self._requests[request.request_id]
+        request.status = status
+        request.finish_reason = reason
+        request.error = error
+        request.finished_time = time.perf_counter()
+        self.counters.requests_finished += status == RequestStatus.FINISHED
+        self.counters.requests_failed += status == RequestStatus.FAILED
+        self.counters.requests_cancelled += status == RequestStatus.CANCELLED
+        return request.to_output()

@@ -1,0 +1,101 @@
+"""Counters and step records that the engine fills and `ContinuousBatchingManager.stats()` returns.
+
+Times are in seconds. The counters are plain numbers without locks: one thread (the engine's) writes them,
+readers get a copy.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """What one step held and how long its stages took.
+
+    Attributes:
+        index: Number of the step, from 0.
+        start_time: `time.perf_counter()` when scheduling began.
+        path: `varlen` or `decode`.
+        num_rows: Requests in the step.
+        prefill_tokens: Tokens run of rows that had more than one token left to run.
+        decode_tokens: Tokens run of rows that had exactly one left.
+        padding_tokens: Tokens added to reach the bucket's size.
+        num_preempted: Requests that lost their blocks while this step was planned.
+        blocks_in_use: Blocks referenced by requests.
+        blocks_cached: Blocks that hold a reusable prefix and belong to no request.
+        num_waiting: Requests not running.
+        schedule_time: Seconds to decide what runs.
+        prepare_time: Seconds to fill the step's inputs.
+        run_time: Seconds from launch to result.
+        update_time: Seconds to commit the result.
+    """
+
+    index: int
+    start_time: float
+    path: str
+    num_rows: int
+    prefill_tokens: int
+    decode_tokens: int
+    padding_tokens: int
+    num_preempted: int
+    blocks_in_use: int
+    blocks_cached: int
+    num_waiting: int
+    schedule_time: float
+    prepare_time: float
+    run_time: float
+    update_time: float
+
+
+@dataclass(slots=True)
+class EngineStats:
+    """Totals since the engine was made. `prompt_tokens` counts admitted prompts once, even after a preemption."""
+
+    steps: int = 0
+    decode_steps: int = 0
+    requests_added: int = 0
+    requests_finished: int = 0
+    requests_failed: int = 0
+    requests_cancelled: int = 0
+    prompt_tokens: int = 0
+    prefill_tokens: int = 0
+    decode_tokens: int = 0
+    generated_tokens: int = 0
+    prefix_cached_tokens: int = 0
+    prefix_queried_tokens: int = 0
+    padding_tokens: int = 0
+    dropped_tokens: int = 0
+    preemptions: int = 0
+    offloads: int = 0
+    forks: int = 0
+    blocks_total: int = 0
+    blocks_in_use: int = 0
+    blocks_cached: int = 0
+    blocks_free: int = 0
+    num_running: int = 0
+    num_waiting: int = 0
+    schedule_time: float = 0.0
+    prepare_time: float = 0.0
+    run_time: float = 0.0
+    update_time: float = 0.0
+    buckets: dict[str, int] = field(default_factory=dict)
+    cache_bytes: int = 0
+    packed_weight_bytes: int = 0
+
+    @property
+    def prefix_hit_rate(self) -> float:
+        """Share of the looked-up prompt tokens that the prefix cache provided, 0…1."""
+        return self.prefix_cached_tokens / self.prefix_queried_tokens if self.prefix_queried_tokens else 0.0
+
+    @property
+    def padding_waste(self) -> float:
+        """(padded - real) / padded over all steps, 0…1."""
+        real = self.prefill_tokens + self.decode_tokens
+        padded = real + self.padding_tokens
+        return self.padding_tokens / padded if padded else 0.0
+
+    @property
+    def cache_use(self) -> float:
+        """Share of the blocks that requests hold, 0…1."""
+        return self.blocks_in_use / self.blocks_total if self.blocks_total else 0.0

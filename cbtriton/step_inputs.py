@@ -1,0 +1,150 @@
+"""Writes a plan to the device: what entered the request table, and the step's own small columns."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+import torch
+from torch import Tensor
+
+from cbtriton.padding import Bucket
+from cbtriton.plan import BatchPlan, BlockTableUpdate, RowStart
+from cbtriton.request import SamplingParams
+from cbtriton.request_table import MAX_EOS_IDS, RequestTable
+
+
+@dataclass(frozen=True, slots=True)
+class SampleFeatures:
+    """What any sampling row of the step asks for: the sampler leaves out whole stages that nobody needs."""
+
+    all_greedy: bool
+    use_top_k: bool
+    use_top_p: bool
+    use_min_p: bool
+    use_min_length: bool
+
+
+@dataclass(frozen=True, slots=True)
+class StepInputs:
+    """The step's columns on the device, padded to its bucket.
+
+    Attributes:
+        rows: `[num_requests]` int32.
+        starts: `[num_requests]` int32, position of each row's first token.
+        counts: `[num_requests]` int32, tokens per row; 0 for padding rows.
+        sample_rows: `[num_samples]` int32, table rows that get a new token.
+        sample_positions: `[num_samples]` int32, the positions that those tokens take.
+        logit_indices: `[num_samples]` int64, the query tokens whose logits they are drawn from.
+        features: What the sampling rows ask for.
+    """
+
+    rows: Tensor
+    starts: Tensor
+    counts: Tensor
+    sample_rows: Tensor
+    sample_positions: Tensor
+    logit_indices: Tensor
+    features: SampleFeatures
+
+
+class StepInputsWriter:
+    """Fills `StepInputs` and the request table from plans.
+
+    Args:
+        table: The request table; this writer and the `sample` kernel are the only ones that change it.
+        vocab_size: Parameters that filter nothing for this vocabulary are treated as off.
+        device: Where the columns go.
+    """
+
+    def __init__(self, table: RequestTable, vocab_size: int, device: torch.device) -> None:
+        self._table = table
+        self._vocab_size = vocab_size
+        self._device = device
+        # What each row asks for, kept on the host so that no step has to read it back.
+        self._row_sampling: dict[int, SamplingParams] = {}
+        self._row_min_position: dict[int, int] = {}
+
+    def fill(self, plan: BatchPlan, bucket: Bucket) -> StepInputs:
+        """Applies the plan's table changes and returns its columns."""
+        if plan.row_starts:
+            self._start_rows(plan.row_starts)
+        if plan.table_updates:
+            self._update_block_tables(plan.table_updates)
+        rows = [row.row for row in plan.rows]
+        starts = [row.start for row in plan.rows]
+        counts = [row.count for row in plan.rows]
+        padding = [0] * (bucket.num_requests - len(rows))
+        sample_rows: list[int] = []
+        sample_positions: list[int] = []
+        logit_indices: list[int] = []
+        end = 0
+        for row in plan.rows:
+            end += row.count
+            if row.samples:
+                sample_rows.append(row.row)
+                sample_positions.append(row.start + row.count)
+                logit_indices.append(end - 1)
+        # One tensor, one copy.
+        packed = self._to_device(
+            [*rows, *padding, *starts, *padding, *counts, *padding, *sample_rows, *sample_positions, *logit_indices]
+        )
+        num_requests, num_samples = bucket.num_requests, len(sample_rows)
+        columns = packed.split([num_requests] * 3 + [num_samples] * 3)
+        return StepInputs(
+            rows=columns[0],
+            starts=columns[1],
+            counts=columns[2],
+            sample_rows=columns[3],
+            sample_positions=columns[4],
+            logit_indices=columns[5].long(),
+            features=self._features(sample_rows, sample_positions),
+        )
+
+    def _features(self, sample_rows: Sequence[int], sample_positions: Sequence[int]) -> SampleFeatures:
+        asked = {self._row_sampling[row] for row in sample_rows}
+        drawn = [params for params in asked if not params.is_greedy]
+        return SampleFeatures(
+            all_greedy=not drawn,
+            use_top_k=any(0 < params.top_k < self._vocab_size for params in drawn),
+            use_top_p=any(params.top_p < 1.0 for params in drawn),
+            use_min_p=any(params.min_p > 0.0 for params in drawn),
+            use_min_length=any(
+                position < self._row_min_position[row]
+                for row, position in zip(sample_rows, sample_positions, strict=True)
+            ),
+        )
+
+    def _start_rows(self, row_starts: Sequence[RowStart]) -> None:
+        table = self._table
+        for start in row_starts:
+            self._row_sampling[start.row] = start.sampling
+            self._row_min_position[start.row] = start.prompt_length + start.sampling.min_new_tokens
+            table.token_table[start.row, : len(start.token_ids)] = self._to_device(start.token_ids)
+        rows = self._to_device([start.row for start in row_starts]).long()
+        sampling = [start.sampling for start in row_starts]
+        floats = self._to_device(
+            [[params.temperature, params.top_p, params.min_p] for params in sampling], torch.float32
+        )
+        table.temperature[rows], table.top_p[rows], table.min_p[rows] = floats.unbind(1)
+        table.top_k[rows] = self._to_device([params.top_k for params in sampling])
+        table.seeds[rows] = self._to_device([params.seed for params in sampling], torch.int64)
+        table.min_positions[rows] = self._to_device([self._row_min_position[start.row] for start in row_starts])
+        eos = [sorted(start.eos_token_ids) for start in row_starts]
+        table.eos_ids[rows] = self._to_device([ids + [-1] * (MAX_EOS_IDS - len(ids)) for ids in eos])
+
+    def _update_block_tables(self, updates: Sequence[BlockTableUpdate]) -> None:
+        rows = chain.from_iterable([update.row] * len(update.block_ids) for update in updates)
+        columns = chain.from_iterable(
+            range(update.first_index, update.first_index + len(update.block_ids)) for update in updates
+        )
+        block_ids = chain.from_iterable(update.block_ids for update in updates)
+        index = self._to_device([list(rows), list(columns), list(block_ids)])
+        self._table.block_tables[index[0].long(), index[1].long()] = index[2]
+
+    def _to_device(self, values: object, dtype: torch.dtype = torch.int32) -> Tensor:
+        host = torch.tensor(values, dtype=dtype)
+        if self._device.type == "cpu":
+            return host
+        return host.pin_memory().to(self._device, non_blocking=True)

@@ -1,0 +1,1 @@
+"""Configuration groups of the command `cbtriton`, shipped as the package `cbtriton.conf`."""

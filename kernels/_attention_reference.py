@@ -1,0 +1,212 @@
+"""What the two reference attentions share: the step's plan, and attention over rows gathered from the paged cache.
+
+Keys and values are gathered by token, in groups of rows of similar length, and attended to with one large call per
+group. On a CPU that call is torch's flash attention, which reads grouped query heads without repeating keys and returns the
+log-sum-exp that attention sinks need; soft-capped scores, differing head sizes and other devices take an explicit
+path that computes in fp32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+# Keys and values gathered for one call. Larger copies leave the cores' caches before attention reads them, and come
+# from fresh memory pages at every call; smaller ones are dominated by the cost of the calls.
+_GATHER_BYTES = 2 << 20
+# Query tokens per masked call: bounds the mask and the explicit path's scores, and lets early queries skip late keys.
+_QUERIES_PER_CALL = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Scoring:
+    """How scores are made, the same for every row of a layer.
+
+    Attributes:
+        scale: Multiplies the dot products.
+        window: Each query sees only this many keys, its own included; 0 means all.
+        softcap: Scores become `softcap * tanh(score / softcap)`; 0.0 means off.
+        sinks: `[Hq]`, an additional logit per head in the softmax's denominator; None means none.
+    """
+
+    scale: float
+    window: int
+    softcap: float
+    sinks: Tensor | None
+
+
+def plan_slots(block_tables: Tensor, rows: Tensor, seq_lens: Tensor, page_size: int, max_kv: int) -> Tensor:
+    """The cache slot of every token that the step's rows attend to.
+
+    Args:
+        block_tables: `[num_rows, max_blocks]` int32.
+        rows: `[R]` int32, the table row of each entry of the step.
+        seq_lens: `[R]` int32, tokens of each entry after this step; 0 for padding.
+        page_size: Tokens per page.
+        max_kv: At least the longest of `seq_lens`, and at least 1.
+
+    Returns:
+        `[R, max_kv]` int64. Behind a row's length its last token's slot is repeated, so that whatever is gathered
+        there was written.
+    """
+    last = (seq_lens - 1).clamp(min=0)
+    positions = torch.minimum(torch.arange(max_kv, device=rows.device), last[:, None])
+    blocks = block_tables[rows].gather(1, positions // page_size)
+    return blocks.to(torch.int64) * page_size + positions % page_size
+
+
+def attend_single(
+    query: Tensor, key_cache: Tensor, value_cache: Tensor, plan: Tensor, lengths: list[int], scoring: Scoring
+) -> Tensor:
+    """Attention of one query token per row over the row's whole context.
+
+    Args:
+        query: `[R, Hq, Dk]`.
+        key_cache: `[N, P, Hkv, Dk]`.
+        value_cache: `[N, P, Hkv, Dv]`.
+        plan: `[R, max_kv]` int64 from `plan_slots`.
+        lengths: Context length of each row in tokens; rows of length 0 give zeros.
+        scoring: How scores are made.
+
+    Returns:
+        `[R, Hq, Dv]` of the cache's dtype.
+    """
+    num_kv_heads, value_dim = value_cache.shape[2:]
+    keys, values = key_cache.view(-1, *key_cache.shape[2:]), value_cache.view(-1, num_kv_heads, value_dim)
+    grouped_query = query.unflatten(1, (num_kv_heads, -1))
+    sinks = None if scoring.sinks is None else scoring.sinks.view(num_kv_heads, -1)
+    out = values.new_zeros(*grouped_query.shape[:3], value_dim)
+    seen = [min(length, scoring.window or length) for length in lengths]
+    token_bytes = (keys.shape[2] + value_dim) * num_kv_heads * keys.element_size()
+    for group in _groups(seen, max_tokens=_GATHER_BYTES // token_bytes):
+        longest, shortest = seen[group[0]], seen[group[-1]]
+        index = torch.tensor(group, device=plan.device)
+        last = torch.tensor([[lengths[i] - 1] for i in group], device=plan.device)
+        positions = last - torch.arange(longest - 1, -1, -1, device=plan.device)
+        slots = plan[index[:, None], positions.clamp(min=0)].flatten()
+        out[index] = _attend(
+            grouped_query[index],
+            keys.index_select(0, slots).unflatten(0, positions.shape).transpose(1, 2),
+            values.index_select(0, slots).unflatten(0, positions.shape).transpose(1, 2),
+            _additive_mask(positions >= 0)[:, None, None, :] if longest != shortest else None,
+            scoring,
+            sinks,
+        )
+    return out.flatten(1, 2)
+
+
+def attend_sequence(
+    query: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor, length: int, scoring: Scoring
+) -> Tensor:
+    """Causal attention of one row's query tokens, the last ones of its context.
+
+    Args:
+        query: `[q, Hq, Dk]`.
+        key_cache: `[N, P, Hkv, Dk]`.
+        value_cache: `[N, P, Hkv, Dv]`.
+        slots: `[max_kv]` int64, the row of `plan_slots`.
+        length: Context length in tokens, the query tokens included.
+        scoring: How scores are made.
+
+    Returns:
+        `[q, Hq, Dv]` of the cache's dtype.
+    """
+    num_kv_heads, value_dim = value_cache.shape[2:]
+    keys, values = key_cache.view(-1, *key_cache.shape[2:]), value_cache.view(-1, num_kv_heads, value_dim)
+    sinks = None if scoring.sinks is None else scoring.sinks.view(num_kv_heads, -1, 1)
+    pieces = []
+    for piece in query.split(_QUERIES_PER_CALL):
+        end = length - len(query) + sum(map(len, pieces)) + len(piece)
+        begin = max(0, end - len(piece) - scoring.window + 1) if scoring.window else 0
+        seen = slots[begin:end]
+        attended = _attend(
+            piece.unflatten(1, (num_kv_heads, -1)).permute(1, 2, 0, 3),
+            keys.index_select(0, seen).transpose(0, 1).unsqueeze(1),
+            values.index_select(0, seen).transpose(0, 1).unsqueeze(1),
+            _additive_mask(_sees(len(piece), end - begin, scoring.window, slots.device)),
+            scoring,
+            sinks,
+        )
+        pieces.append(attended.permute(2, 0, 1, 3).flatten(1, 2))
+    return torch.cat(pieces)
+
+
+def _groups(seen: list[int], max_tokens: int) -> Iterator[list[int]]:
+    """Splits the rows that see anything into groups, longest rows first, of at most `max_tokens` gathered tokens.
+
+    Every row of a group is gathered at the length of the group's first, so rows of similar length come together.
+    A row longer than `max_tokens` is a group of its own.
+    """
+    group: list[int] = []
+    for row in sorted(range(len(seen)), key=seen.__getitem__, reverse=True):
+        if not seen[row]:
+            break
+        if group and (len(group) + 1) * seen[group[0]] > max_tokens:
+            yield group
+            group = []
+        group.append(row)
+    if group:
+        yield group
+
+
+def _sees(num_queries: int, num_keys: int, window: int, device: torch.device) -> Tensor:
+    """`[num_queries, num_keys]` bool: which keys the last `num_queries` positions see."""
+    context = num_keys - num_queries
+    allowed = torch.ones(num_queries, num_keys, dtype=torch.bool, device=device).tril_(context)
+    return allowed.triu_(context - window + 1) if window else allowed
+
+
+def _additive_mask(allowed: Tensor) -> Tensor:
+    """fp32: 0 where allowed, else -inf."""
+    return torch.zeros(allowed.shape, device=allowed.device).masked_fill_(~allowed, -torch.inf)
+
+
+def _attend(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scoring: Scoring, sinks: Tensor | None
+) -> Tensor:
+    """Attention over gathered keys, on the fastest path that can do it.
+
+    Args:
+        query: `[B, H, Q, Dk]`.
+        key: `[B, H or 1, K, Dk]`.
+        value: `[B, H or 1, K, Dv]`.
+        mask: Added to the scores, broadcastable to `[B, H, Q, K]`; every query sees at least one key.
+        scoring: How scores are made.
+        sinks: Broadcastable to `[B, H, Q]`.
+
+    Returns:
+        `[B, H, Q, Dv]` of the value's dtype.
+    """
+    has_flash = query.device.type == "cpu" and key.shape[-1] == value.shape[-1] and scoring.softcap == 0.0
+    return (_attend_flash if has_flash else _attend_explicit)(query, key, value, mask, scoring, sinks)
+
+
+def _attend_flash(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scoring: Scoring, sinks: Tensor | None
+) -> Tensor:
+    key, value = (x.expand(-1, query.shape[1], -1, -1) for x in (key, value))
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        query, key, value, attn_mask=mask, scale=scoring.scale
+    )
+    if sinks is None:
+        return out
+    # exp(lse) / (exp(lse) + exp(sink)): the share of the softmax that the keys keep
+    return (out * torch.sigmoid(lse - sinks).unsqueeze(-1)).to(out.dtype)
+
+
+def _attend_explicit(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scoring: Scoring, sinks: Tensor | None
+) -> Tensor:
+    scores = query.float() @ key.float().transpose(-1, -2) * scoring.scale
+    if scoring.softcap:
+        scores = scoring.softcap * torch.tanh(scores / scoring.softcap)
+    if mask is not None:
+        scores = scores + mask
+    num_keys = scores.shape[-1]
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.float()[..., None].expand(*scores.shape[:-1], 1)], dim=-1)
+    weights = scores.softmax(-1)[..., :num_keys]
+    return (weights @ value.float()).to(value.dtype)

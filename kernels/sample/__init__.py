@@ -1,0 +1,1 @@
+"""Slot `sample`: turns logits into tokens and writes them into the request table."""

@@ -1,0 +1,113 @@
+"""The files under conf/ against the code they configure."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from pathlib import Path
+
+import hydra.utils
+import pytest
+import yaml
+from hydra import compose, initialize_config_module
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from cbtriton.config import ContinuousBatchingConfig, KernelConfig
+from cbtriton.workloads import BENCHMARK_WORKLOADS
+
+CONF = Path(__file__).resolve().parents[2] / "conf"
+DEPRECATED = {"use_default_compile_configs", "max_cached_graphs", "block_size"}
+MANDATORY = {"model=hub": ["model.name=somewhere"], "workload=file": ["workload.path=prompts.txt"]}
+GROUP_OPTIONS = sorted(
+    f"{path.parent.relative_to(CONF).as_posix()}={path.stem}" for path in CONF.rglob("*.yaml") if path.parent != CONF
+)
+
+
+def composed(*overrides: str) -> DictConfig:
+    with initialize_config_module("cbtriton.conf", version_base="1.3"):
+        return compose("config", overrides=list(overrides))
+
+
+def test_every_group_has_an_option_to_test() -> None:
+    assert len(GROUP_OPTIONS) >= 19
+
+
+@pytest.mark.parametrize("option", GROUP_OPTIONS)
+def test_every_file_composes_and_builds_what_it_names(option: str) -> None:
+    cfg = composed(option, *MANDATORY.get(option, []))
+    OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
+    for group in ("model", "workload", "continuous_batching", "kernels"):
+        built = hydra.utils.instantiate(cfg[group])
+        assert dataclasses.is_dataclass(built)
+
+
+@pytest.mark.parametrize(
+    ("model", "workload", "generation"),
+    list(
+        itertools.product(
+            ("smollm2_135m", "tiny_random"),
+            ("chat", "synthetic", "W1", "W2", "W3", "W4"),
+            ("greedy", "sampling"),
+        )
+    ),
+)
+def test_groups_combine_freely(model: str, workload: str, generation: str) -> None:
+    cfg = composed(f"model={model}", f"workload={workload}", f"generation={generation}")
+    assert OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
+
+
+def test_default_yaml_has_the_fields_of_the_config_in_order_with_their_defaults() -> None:
+    written = yaml.safe_load((CONF / "continuous_batching" / "default.yaml").read_text())
+    assert written.pop("_target_") == "cbtriton.ContinuousBatchingConfig"
+    assert written.pop("_convert_") == "all"
+    fields = {
+        f.name: f.default for f in dataclasses.fields(ContinuousBatchingConfig) if f.name not in DEPRECATED
+    }
+    assert list(written.items()) == list(fields.items())
+    assert [type(value) for value in written.values()] == [type(value) for value in fields.values()]
+    assert len(fields) == 26
+
+
+def test_default_yaml_builds_the_default_config() -> None:
+    assert hydra.utils.instantiate(composed().continuous_batching) == ContinuousBatchingConfig()
+
+
+def test_kernels_yaml_has_the_slots_of_the_config_in_order_with_their_defaults() -> None:
+    written = yaml.safe_load((CONF / "kernels" / "default.yaml").read_text())
+    assert written.pop("_target_") == "cbtriton.KernelConfig"
+    slots = [next(iter(entry)) for entry in written.pop("defaults") if entry != "_self_"]
+    assert written == {f.name: f.default for f in dataclasses.fields(KernelConfig)}
+    assert slots == [name for name in written if name != "default"]
+
+
+@pytest.mark.parametrize("slot", [f.name for f in dataclasses.fields(KernelConfig) if f.name != "default"])
+def test_choosing_an_implementation_changes_its_slot_only(slot: str) -> None:
+    built = hydra.utils.instantiate(composed(f"kernels/{slot}=reference").kernels)
+    assert built == dataclasses.replace(KernelConfig(), **{slot: "reference"})
+
+
+@pytest.mark.parametrize(
+    "override", ["continuous_batching.pagesize=16", "model.nmae=x", "kernels.attention=reference", "workloads=chat"]
+)
+def test_an_unknown_key_is_refused(override: str) -> None:
+    with pytest.raises((hydra.errors.HydraException, OmegaConfBaseException)):  # pyright: ignore
+        composed(override)
+
+
+def test_a_key_that_was_added_by_force_is_refused_by_the_constructor() -> None:
+    cfg = composed("+continuous_batching.pagesize=16")
+    with pytest.raises(hydra.errors.InstantiationException, match="pagesize"):  # pyright: ignore
+        hydra.utils.instantiate(cfg.continuous_batching)
+
+
+@pytest.mark.parametrize("name", BENCHMARK_WORKLOADS)
+def test_each_benchmark_workload_can_be_run_by_name(name: str) -> None:
+    assert hydra.utils.instantiate(composed(f"workload={name}").workload) == BENCHMARK_WORKLOADS[name]
+
+
+def test_the_limit_on_new_tokens_reaches_chat_and_file_workloads() -> None:
+    for workload in ("chat", "file"):
+        extra = MANDATORY.get(f"workload={workload}", [])
+        cfg = composed(f"workload={workload}", "generation.max_new_tokens=7", *extra)
+        assert hydra.utils.instantiate(cfg.workload).max_new_tokens == 7

@@ -1,0 +1,128 @@
+"""Steps that both attention slots are tested on, over a pool whose unused slots hold NaN."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Sizes and options of one layer."""
+
+    page_size: int = 16
+    num_heads: int = 4
+    num_kv_heads: int = 2
+    key_dim: int = 64
+    value_dim: int = 64
+    window: int = 0
+    softcap: float = 0.0
+    has_sinks: bool = False
+
+
+# One changes at a time, then together. Groups of 1, 3, 4, 5, 8 query heads per KV head.
+SHAPES = {
+    "plain": Shape(),
+    "page 1": Shape(page_size=1),
+    "page 4": Shape(page_size=4),
+    "page 24": Shape(page_size=24),
+    "page 48": Shape(page_size=48),
+    "no grouping": Shape(num_heads=3, num_kv_heads=3),
+    "group 3": Shape(num_heads=9, num_kv_heads=3),
+    "group 5": Shape(num_heads=5, num_kv_heads=1),
+    "group 8": Shape(num_heads=8, num_kv_heads=1),
+    "head 16": Shape(key_dim=16, value_dim=16),
+    "head 40": Shape(key_dim=40, value_dim=40),
+    "head 80": Shape(key_dim=80, value_dim=80),
+    "head 96": Shape(key_dim=96, value_dim=96),
+    "head 128": Shape(key_dim=128, value_dim=128),
+    "value smaller": Shape(key_dim=96, value_dim=64),
+    "value larger": Shape(key_dim=40, value_dim=80, num_heads=6),
+    "window 1": Shape(window=1),
+    "window 5": Shape(window=5, page_size=4),
+    "window 40": Shape(window=40),
+    "softcap": Shape(softcap=5.0),
+    "sinks": Shape(has_sinks=True),
+    "sinks, window, group 8": Shape(has_sinks=True, window=19, num_heads=8, num_kv_heads=1),
+    "softcap, sinks, window": Shape(softcap=20.0, has_sinks=True, window=7, page_size=24),
+    "value smaller, window, sinks": Shape(key_dim=80, value_dim=16, window=11, has_sinks=True),
+}
+# Error of one output element for standard normal inputs: rounding of the result, of the weights and of sinks.
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """Arguments of one call, except the plan."""
+
+    query: Tensor
+    key_cache: Tensor
+    value_cache: Tensor
+    block_tables: Tensor
+    rows: Tensor
+    cu_seqlens_q: Tensor
+    seq_lens: Tensor
+    scale: float
+    window: int
+    softcap: float
+    sinks: Tensor | None
+    max_kv: int
+
+    def plan(self, implementation) -> Tensor:
+        """The implementation's plan for this step."""
+        return implementation.plan(
+            self.block_tables, self.rows, self.seq_lens, self.key_cache.shape[1], self.max_kv
+        )
+
+    @property
+    def options(self) -> tuple:
+        """What follows the plan, except `max_kv`."""
+        return self.scale, self.window, self.softcap, self.sinks
+
+
+def make_step(shape: Shape, dtype: torch.dtype, entries: list[tuple[int, int]], num_padding: int = 0) -> Step:
+    """A step of `(context_len, query_len)` entries with scattered blocks; every slot outside the contexts is NaN.
+
+    With a window, slots that no query of the step sees are NaN too: their blocks may have been given back.
+    """
+    generator = torch.Generator().manual_seed(len(entries) + shape.page_size)
+
+    def normal(*sizes: int) -> Tensor:
+        return torch.randn(*sizes, generator=generator).to(dtype)
+
+    lengths = [context + query if query else 0 for context, query in entries]
+    max_blocks = -(-max(*lengths, 1) // shape.page_size)
+    num_blocks = len(entries) * max_blocks + 1
+    # Block 0 belongs to nobody, as after its owner has left.
+    blocks = torch.randperm(num_blocks - 1, generator=generator)[: len(entries) * max_blocks] + 1
+    rows = torch.randperm(len(entries), generator=generator)
+    key_cache = torch.full((num_blocks, shape.page_size, shape.num_kv_heads, shape.key_dim), torch.nan, dtype=dtype)
+    value_cache = torch.full((*key_cache.shape[:3], shape.value_dim), torch.nan, dtype=dtype)
+    tables = torch.zeros(len(entries), max_blocks, dtype=torch.int32)
+    for i, (row, (context, query)) in enumerate(zip(rows.tolist(), entries, strict=True)):
+        used = -(-lengths[i] // shape.page_size)
+        tables[row, :used] = blocks[i * max_blocks : i * max_blocks + used]
+        first_seen = max(0, context - shape.window + 1) if shape.window else 0
+        for position in range(first_seen, lengths[i]):
+            block = tables[row, position // shape.page_size]
+            key_cache[block, position % shape.page_size] = normal(shape.num_kv_heads, shape.key_dim)
+            value_cache[block, position % shape.page_size] = normal(shape.num_kv_heads, shape.value_dim)
+    counts = [query for _, query in entries]
+    # A slice of a fused projection, as models hand it over.
+    fused = normal(sum(counts) + num_padding, 3 * shape.num_heads, shape.key_dim)
+    return Step(
+        query=fused[:, shape.num_heads : 2 * shape.num_heads],
+        key_cache=key_cache,
+        value_cache=value_cache,
+        block_tables=tables,
+        rows=rows.to(torch.int32),
+        cu_seqlens_q=torch.tensor([0, *counts]).cumsum(0).to(torch.int32),
+        seq_lens=torch.tensor(lengths, dtype=torch.int32),
+        scale=shape.key_dim**-0.5,
+        window=shape.window,
+        softcap=shape.softcap,
+        sinks=normal(shape.num_heads) if shape.has_sinks else None,
+        max_kv=max(*lengths, 1),
+    )

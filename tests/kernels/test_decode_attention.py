@@ -1,0 +1,131 @@
+"""`decode_attention` against fp64 loops over a poisoned pool."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+SLOT = "decode_attention"
+
+
+def _decode(implementation, step) -> torch.Tensor:
+    return implementation.decode_attention(
+        step.query,
+        step.key_cache,
+        step.value_cache,
+        step.block_tables,
+        step.rows,
+        step.seq_lens,
+        step.plan(implementation),
+        *step.options,
+        step.max_kv,
+    )
+
+
+def _expected(oracles, step) -> torch.Tensor:
+    tables = step.block_tables, step.rows, step.cu_seqlens_q, step.seq_lens
+    return oracles.attention(step.query, step.key_cache, step.value_cache, *tables, *step.options)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_every_shape_matches_fp64(implementation, oracles, attention_cases, shape, dtype) -> None:
+    page = shape.page_size
+    entries = [(length - 1, 1) for length in (1, max(1, page - 1), page, page + 1, 3 * page, 61)]
+    step = attention_cases.make_step(shape, dtype, entries)
+    got = _decode(implementation, step)
+    assert got.dtype == dtype
+    assert got.is_contiguous()
+    tolerance = attention_cases.TOLERANCE[dtype]
+    torch.testing.assert_close(got.double(), _expected(oracles, step), rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("lengths", [[700, 1, 699, 3, 2, 350], [260] * 20, [5, 1500], [1]])
+def test_rows_of_any_mix_of_lengths_match_fp64(implementation, oracles, attention_cases, lengths) -> None:
+    shape = attention_cases.Shape(num_heads=9, num_kv_heads=3, page_size=48)
+    step = attention_cases.make_step(shape, torch.float32, [(length - 1, 1) for length in lengths])
+    torch.testing.assert_close(
+        _decode(implementation, step).double(), _expected(oracles, step), rtol=2e-5, atol=2e-5
+    )
+
+
+def test_a_row_gives_the_same_alone_and_beside_others(implementation, attention_cases) -> None:
+    shape = attention_cases.Shape()
+    step = attention_cases.make_step(shape, torch.float32, [(29, 1), (3, 1), (40, 1), (40, 1)])
+    together = _decode(implementation, step)
+    for i, length in enumerate(step.seq_lens.tolist()):
+        row, seq_len = step.rows[i : i + 1], step.seq_lens[i : i + 1]
+        plan = implementation.plan(step.block_tables, row, seq_len, shape.page_size, length)
+        alone = implementation.decode_attention(
+            step.query[i : i + 1],
+            step.key_cache,
+            step.value_cache,
+            step.block_tables,
+            row,
+            seq_len,
+            plan,
+            *step.options,
+            length,
+        )
+        torch.testing.assert_close(alone[0], together[i], rtol=1e-6, atol=1e-6)
+
+
+def test_padding_rows_give_zeros_and_a_larger_max_kv_changes_nothing(
+    implementation, oracles, attention_cases
+) -> None:
+    step = attention_cases.make_step(attention_cases.Shape(), torch.float32, [(0, 0), (20, 1), (0, 0)], num_padding=2)
+    # Entry 1 owns query token 1; the padding rows have tokens of their own here.
+    step.cu_seqlens_q.copy_(torch.tensor([1, 1, 2, 2]))
+    plan = implementation.plan(step.block_tables, step.rows, step.seq_lens, 16, 64)
+    got = implementation.decode_attention(
+        step.query,
+        step.key_cache,
+        step.value_cache,
+        step.block_tables,
+        step.rows,
+        step.seq_lens,
+        plan,
+        *step.options,
+        64,
+    )
+    torch.testing.assert_close(got.double(), _expected(oracles, step), rtol=2e-5, atol=2e-5)
+    assert not got[[0, 2]].any()
+    assert got[1].any()
+
+
+def test_softcap_is_stable_for_huge_scores(implementation, attention_cases) -> None:
+    step = attention_cases.make_step(attention_cases.Shape(softcap=30.0), torch.float32, [(20, 1), (7, 1)])
+    step.query.mul_(1e6)
+    got = _decode(implementation, step)
+    assert got.isfinite().all()
+    assert got.any()
+
+
+def test_a_huge_sink_takes_all_and_a_tiny_one_takes_nothing(implementation, oracles, attention_cases) -> None:
+    step = attention_cases.make_step(attention_cases.Shape(has_sinks=True), torch.float32, [(20, 1), (7, 1)])
+    step.sinks.copy_(torch.tensor([200.0, -200.0, 0.0, 200.0]))
+    got = _decode(implementation, step)
+    torch.testing.assert_close(got.double(), _expected(oracles, step), rtol=2e-5, atol=2e-5)
+    assert got[:, [0, 3]].abs().max() < 1e-30
+    assert got[:, 1].any()
+
+
+def test_blocks_beyond_two_to_the_31_elements(implementation) -> None:
+    num_blocks, page_size = 4098, 256
+    key_cache = torch.empty(num_blocks, page_size, 8, 256, dtype=torch.float16)
+    value_cache = torch.empty(num_blocks, page_size, 8, 16, dtype=torch.float16)
+    key_cache[-1, :2], value_cache[-1, 0], value_cache[-1, 1] = 0.5, 1.0, 3.0
+    table = torch.tensor([[num_blocks - 1]], dtype=torch.int32)
+    row, length = torch.zeros(1, dtype=torch.int32), torch.tensor([2], dtype=torch.int32)
+    plan = implementation.plan(table, row, length, page_size, 2)
+    query = torch.ones(1, 8, 256, dtype=torch.float16)
+    got = implementation.decode_attention(
+        query, key_cache, value_cache, table, row, length, plan, 1.0, 0, 0.0, None, 2
+    )
+    assert (got == 2.0).all()
+
+
+def test_operator_declares_what_it_does(implementation, attention_cases) -> None:
+    step = attention_cases.make_step(attention_cases.Shape(has_sinks=True), torch.float32, [(20, 1), (7, 1)])
+    caches = step.key_cache.nan_to_num(), step.value_cache.nan_to_num()
+    args = (step.query, *caches, step.block_tables, step.rows, step.seq_lens, step.plan(implementation))
+    torch.library.opcheck(implementation.decode_attention.op, (*args, *step.options, step.max_kv))

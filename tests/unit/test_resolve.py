@@ -1,0 +1,360 @@
+"""`resolve` turns open settings into numbers, by rules that a table of cases holds."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import warnings
+
+import pytest
+import transformers
+
+from cbtriton.config import ContinuousBatchingConfig, EngineConfig, ModelFacts, WorkloadHints
+from cbtriton.resolve import available_memory_bytes, resolve
+
+SCHEDULERS = {"fifo": 0.15, "prefill_first": 0.0}
+# In bytes: a block of 16 tokens 16 * 100; a token of a step 4 * (8 * 64 + 4 * 128) = 4096; a logits row 400.
+FACTS = ModelFacts(
+    vocab_size=100,
+    num_embeddings=100,
+    max_position_embeddings=1024,
+    kv_bytes_per_token=100,
+    num_layers=2,
+    hidden_size=64,
+    intermediate_size=128,
+    device_type="cuda",
+    available_memory_bytes=1_000_000,
+)
+
+
+def run(
+    facts: ModelFacts = FACTS,
+    hints: WorkloadHints | None = None,
+    has_logits_processing: bool = False,
+    **settings,
+) -> EngineConfig:
+    config = ContinuousBatchingConfig(**{"page_size": 16, "seed": 1, **settings})
+    return resolve(
+        config,
+        hints or WorkloadHints(),
+        facts,
+        has_logits_processing=has_logits_processing,
+        scheduler_types=SCHEDULERS,
+    )
+
+
+def facts(**changes) -> ModelFacts:
+    return dataclasses.replace(FACTS, **changes)
+
+
+def decision(config: EngineConfig, field: str):
+    found = [d for d in config.decisions if d.field == field]
+    assert len(found) == 1, f"{field} decided {len(found)} times"
+    return found[0]
+
+
+@pytest.mark.parametrize(
+    ("device_type", "has_logits_processing", "asked", "share"),
+    [
+        ("cuda", False, None, 0.9),
+        ("cuda", True, None, 0.8),
+        ("cpu", False, None, 0.6),
+        ("cpu", True, None, 0.6),
+        ("mps", False, None, 0.6),
+        ("cpu", True, 0.25, 0.25),
+    ],
+)
+def test_the_cache_takes_the_documented_share_of_memory(device_type, has_logits_processing, asked, share):
+    config = run(
+        facts(device_type=device_type),
+        has_logits_processing=has_logits_processing,
+        max_memory_percent=asked,
+    )
+    assert config.num_blocks == int(share * 1_000_000) // 1600
+    if asked is None:
+        assert decision(config, "max_memory_percent").resolved == share
+
+
+@pytest.mark.parametrize(
+    ("settings", "hints", "blocks"),
+    [
+        ({}, WorkloadHints(), 562),  # 0.9 of the memory
+        ({"max_requests_per_batch": 3}, WorkloadHints(), 3 * 64),  # three requests of all positions
+        ({}, WorkloadHints(100, 100, 10), 10 * (13 + 1)),  # what the hints need and one spare block each
+        ({}, WorkloadHints(1, 1, 1), 64),  # hints do not forbid one request of all positions
+        ({}, WorkloadHints(100, 0, 10), 562),  # unknown lengths bound nothing
+        ({"num_blocks": 5}, WorkloadHints(100, 100, 10), 5),
+        (
+            {"num_blocks": 10**6},
+            WorkloadHints(),
+            10**6,
+        ),  # asked for explicitly: honoured, whatever the memory
+    ],
+)
+def test_num_blocks_holds_what_can_be_used(settings, hints, blocks):
+    assert run(hints=hints, **settings).num_blocks == blocks
+
+
+@pytest.mark.parametrize("available", [0, 1777, -5])
+def test_no_room_for_a_block_is_an_error_with_the_numbers(available):
+    with pytest.raises(ValueError, match=r"no memory for the cache.*1600 bytes") as raised:
+        run(facts(available_memory_bytes=available))
+    assert str(available) in str(raised.value)
+
+
+def test_one_block_of_room_is_enough():
+    assert run(facts(available_memory_bytes=1778)).num_blocks == 1
+
+
+@pytest.mark.parametrize(
+    ("available", "device_type", "tokens"),
+    [
+        (10**9, "cuda", 8192),
+        (10**9, "cpu", 2048),
+        (100_000, "cuda", 256),
+        # 1024 requests of 64 blocks leave memory over: cache 104857600, logits 409600, then 1000 tokens.
+        (104_857_600 + 409_600 + 4096 * 1000, "cuda", 1000),
+        (104_857_600 + 409_600 + 4096 * 1000 - 1, "cuda", 999),
+    ],
+)
+def test_max_batch_tokens_comes_from_the_memory_that_the_cache_leaves(available, device_type, tokens):
+    config = run(facts(available_memory_bytes=available, device_type=device_type), max_memory_percent=1.0)
+    assert config.max_batch_tokens == tokens
+    assert decision(config, "max_batch_tokens").resolved == tokens
+
+
+@pytest.mark.parametrize("tokens", [1, 7, 100_000])
+def test_an_explicit_max_batch_tokens_is_honoured(tokens):
+    assert run(max_batch_tokens=tokens).max_batch_tokens == tokens
+
+
+@pytest.mark.parametrize(
+    ("settings", "hints", "requests"),
+    [
+        ({"num_blocks": 5000}, WorkloadHints(), 1024),
+        ({"num_blocks": 5000}, WorkloadHints(num_requests=7), 7),
+        ({"num_blocks": 5000}, WorkloadHints(num_requests=5000), 1024),
+        ({"num_blocks": 40}, WorkloadHints(), 40),  # every running request needs a block
+        ({"num_blocks": 40, "max_requests_per_batch": 64}, WorkloadHints(num_requests=7), 64),
+    ],
+)
+def test_max_requests_comes_from_hints(settings, hints, requests):
+    assert run(hints=hints, **settings).max_requests == requests
+
+
+@pytest.mark.parametrize(
+    ("positions", "num_blocks", "length", "width"),
+    [(1024, 100, 1024, 64), (1000, 100, 1000, 63), (1024, 10, 160, 10), (None, 10, 160, 10)],
+)
+def test_block_tables_are_wide_enough_for_the_longest_sequence(positions, num_blocks, length, width):
+    config = run(facts(max_position_embeddings=positions), num_blocks=num_blocks)
+    assert config.max_model_len == length
+    assert config.max_blocks_per_request == width
+
+
+@pytest.mark.parametrize(
+    ("asked", "hints", "decode_blocks"),
+    [
+        (None, WorkloadHints(), 64),
+        (None, WorkloadHints(30, 20, 0), 4),
+        (None, WorkloadHints(5000, 20, 0), 64),
+        (3, WorkloadHints(30, 20, 0), 3),
+        (1000, WorkloadHints(), 64),
+        (0, WorkloadHints(30, 20, 0), 0),
+    ],
+)
+def test_max_blocks_per_request_limits_the_decode_path_only(asked, hints, decode_blocks):
+    config = run(hints=hints, num_blocks=100, max_blocks_per_request=asked)
+    assert config.max_decode_blocks == decode_blocks
+    assert config.use_decode_path is (decode_blocks > 0)
+    assert config.max_blocks_per_request == 64
+
+
+@pytest.mark.parametrize(
+    ("scheduler_type", "asked", "margin"),
+    [("fifo", None, 0.15), ("prefill_first", None, 0.0), ("fifo", 0.0, 0.0), ("prefill_first", 0.3, 0.3)],
+)
+def test_the_safety_margin_defaults_to_the_schedulers_own(scheduler_type, asked, margin):
+    config = run(scheduler_type=scheduler_type, safety_margin=asked)
+    assert (config.scheduler_type, config.safety_margin) == (scheduler_type, margin)
+
+
+def test_an_unknown_scheduler_is_refused_with_the_list():
+    with pytest.raises(ValueError, match=r"fifo, prefill_first.*'lifo'"):
+        run(scheduler_type="lifo")
+
+
+@pytest.mark.parametrize(("asked", "interval"), [(0, 1), (1, 1), (48, 48)])
+def test_steps_run_at_exact_sizes_unless_an_interval_is_asked_for(asked, interval):
+    config = run(q_padding_interval_size=asked, kv_padding_interval_size=asked)
+    assert (config.q_interval, config.kv_interval) == (interval, interval)
+    decided = [d for d in config.decisions if d.field == "q_padding_interval_size"]
+    assert len(decided) == (1 if asked == 0 else 0)
+
+
+@pytest.mark.parametrize(("asked", "depth"), [(None, 0), (False, 0), (True, 1)])
+def test_async_batching_is_a_depth(asked, depth):
+    assert run(use_async_batching=asked).async_depth == depth
+
+
+@pytest.mark.parametrize(
+    ("settings", "name"),
+    [
+        ({"default_compile_level": 1}, "default_compile_level"),
+        ({"varlen_compile_config": transformers.CompileConfig()}, "varlen_compile_config"),
+        ({"decode_compile_config": {}}, "decode_compile_config"),
+    ],
+)
+def test_compilation_is_refused_by_name(settings, name):
+    with pytest.raises(NotImplementedError, match=name):
+        run(**settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "field"),
+    [
+        ({"use_cuda_graph": True}, "use_cuda_graph"),
+        ({"use_cuda_graph": (False, True)}, "use_cuda_graph"),
+        ({"cpu_offload_space": 1.0}, "cpu_offload_space"),
+        ({"cpu_offload_space": None}, "cpu_offload_space"),
+    ],
+)
+def test_what_is_not_there_yet_warns_once_and_is_recorded(settings, field):
+    with pytest.warns(UserWarning, match=field) as caught:
+        config = run(**settings)
+    assert len(caught) == 1
+    assert decision(config, field).asked == settings[field]
+
+
+def test_the_defaults_do_not_warn():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run()
+        run(use_cuda_graph=(False, False), cpu_offload_space=0)
+
+
+def test_an_open_seed_is_drawn_and_recorded():
+    first, second = run(seed=None), run(seed=None)
+    assert first.seed != second.seed
+    assert decision(first, "seed").resolved == first.seed
+    assert 0 <= first.seed < 2**63
+    assert run(seed=0).seed == 0
+
+
+def test_every_inferred_field_has_its_decision_and_explicit_ones_have_none():
+    inferred = {d.field for d in run().decisions}
+    assert inferred == {
+        "use_cuda_graph",
+        "max_memory_percent",
+        "num_blocks",
+        "max_requests_per_batch",
+        "max_model_len",
+        "max_blocks_per_request",
+        "max_batch_tokens",
+        "use_async_batching",
+        "q_padding_interval_size",
+        "kv_padding_interval_size",
+        "safety_margin",
+    }
+    explicit = run(
+        num_blocks=9,
+        max_requests_per_batch=3,
+        max_blocks_per_request=2,
+        max_batch_tokens=50,
+        use_async_batching=False,
+        q_padding_interval_size=2,
+        kv_padding_interval_size=2,
+        safety_margin=0.1,
+    )
+    assert {d.field for d in explicit.decisions} == {"use_cuda_graph", "max_model_len"}
+
+
+def test_plain_settings_are_passed_on_and_the_config_is_left_alone():
+    config = ContinuousBatchingConfig(
+        page_size=16,
+        allow_block_sharing=False,
+        return_logprobs=True,
+        max_queue_size=4,
+        per_request_processors=True,
+        drop_unsupported_processors=False,
+    )
+    before = copy.deepcopy(config)
+    resolved = resolve(
+        config, WorkloadHints(), FACTS, has_logits_processing=False, scheduler_types=SCHEDULERS
+    )
+    assert config == before
+    assert not resolved.share_blocks
+    assert resolved.return_logprobs
+    assert resolved.max_queue_size == 4
+    assert resolved.per_request_processors
+    assert not resolved.drop_unsupported_processors
+
+
+def test_a_config_made_wrong_by_assignment_is_refused():
+    config = ContinuousBatchingConfig()
+    config.page_size = 1
+    with pytest.raises(ValueError, match="page_size"):
+        resolve(config, WorkloadHints(), FACTS, has_logits_processing=False, scheduler_types=SCHEDULERS)
+
+
+def write(root, files):
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+
+MEMINFO = {"proc/meminfo": "MemTotal: 9000 kB\nMemFree: 100 kB\nMemAvailable:    4000 kB\n"}
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({}, 4000 * 1024),
+        (
+            {
+                "proc/self/cgroup": "0::/a/b\n",
+                "sys/fs/cgroup/a/b/memory.max": "max\n",
+                "sys/fs/cgroup/a/b/memory.current": "10\n",
+                "sys/fs/cgroup/a/memory.max": "1000\n",
+                "sys/fs/cgroup/a/memory.current": "900\n",
+                "sys/fs/cgroup/a/memory.stat": "anon 500\ninactive_file 300\n",
+            },
+            400,
+        ),
+        (
+            {
+                "proc/self/cgroup": "4:cpu,memory:/host/path\n3:cpuset:/\n0::/\n",
+                "sys/fs/cgroup/memory/memory.limit_in_bytes": "5000\n",
+                "sys/fs/cgroup/memory/memory.usage_in_bytes": "2000\n",
+                "sys/fs/cgroup/memory/memory.stat": "total_inactive_file 7\n",
+            },
+            3007,
+        ),
+        (
+            {
+                "proc/self/cgroup": "0::/\n",
+                "sys/fs/cgroup/memory.max": "500\n",
+                "sys/fs/cgroup/memory.current": "600\n",
+            },
+            0,
+        ),
+        (
+            {
+                "proc/self/cgroup": "4:memory:/x\n",
+                "sys/fs/cgroup/memory/x/memory.limit_in_bytes": "9223372036854771712\n",
+                "sys/fs/cgroup/memory/x/memory.usage_in_bytes": "5\n",
+            },
+            4000 * 1024,
+        ),
+    ],
+    ids=["no groups", "v2 parent limit", "v1 limit at the mount", "v2 over its limit", "v1 without limit"],
+)
+def test_available_memory_respects_every_enclosing_limit(tmp_path, files, expected):
+    write(tmp_path, MEMINFO | files)
+    assert available_memory_bytes(tmp_path) == expected
+
+
+def test_available_memory_of_this_host_is_plausible(tmp_path):
+    assert 0 < available_memory_bytes() < 2**50
+    assert available_memory_bytes(tmp_path) > 0
