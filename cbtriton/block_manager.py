@@ -90,7 +90,7 @@ class PrefixMatch:
 class _BlockTable:
     block_ids: list[int]
     # Root and contents of the leading blocks that were looked up or indexed; empty once the prefix cache was reset
-    # under the request's feet: what it computes from then on rests on forgotten prefixes and is not indexed.
+    # under the request's feet: what it computes from then on rests on forgotten prefixes and is not passed on.
     contents: list[BlockContent] = field(default_factory=list)
 
 
@@ -142,6 +142,10 @@ class BlockManager:
     def num_blocks_held(self, request_id: str) -> int:
         """Length of the request's block table."""
         return len(self._tables[request_id].block_ids)
+
+    def is_outdated(self, request_id: str) -> bool:
+        """Whether the prefix cache was reset since the request got its table: nobody may take over its contents."""
+        return not self._tables[request_id].contents
 
     def num_addable_tokens(self, request_id: str, num_tokens: int) -> int:
         """How many tokens the request can hold beyond its first `num_tokens`, if it took all available blocks."""

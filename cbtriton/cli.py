@@ -97,7 +97,8 @@ def _generation_config(model: Any, overrides: DictConfig) -> Any:
         ValueError: If a field is not one of transformers' `GenerationConfig`.
     """
     config = copy.deepcopy(model.generation_config)
-    unknown = config.update(**OmegaConf.to_container(overrides, resolve=True))
+    fields: Any = OmegaConf.to_container(overrides, resolve=True)
+    unknown = config.update(**fields)
     if unknown:
         raise ValueError(f"generation has no field {', '.join(map(str, unknown))}; see transformers' GenerationConfig")
     return config

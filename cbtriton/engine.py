@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from math import ceil
 
 import torch
 from torch import Tensor
@@ -23,7 +22,7 @@ from cbtriton.kv_cache import KVCache
 from cbtriton.model_adapter import ModelAdapter, ModelLayout, UnsupportedModelError
 from cbtriton.model_runner import InFlightStep, ModelRunner
 from cbtriton.padding import Bucket, PaddingPolicy
-from cbtriton.plan import BatchPlan, BlockTableUpdate, RowStart, ScheduledRow
+from cbtriton.plan import BatchPlan, BlockTableUpdate, Path, RowStart, ScheduledRow
 from cbtriton.request import GenerationOutput, Request, SamplingParams
 from cbtriton.request_table import RequestTable
 from cbtriton.stopping import StopDecision
@@ -92,13 +91,18 @@ class Engine:
         self._in_flight: deque[_Launched] = deque()
         self._stats = EngineStats(blocks_total=config.num_blocks, cache_bytes=self._cache.num_bytes)
         self._records: deque[StepRecord] = deque(maxlen=MAX_STEP_RECORDS)
-        self._self_check()
+        probes = self._plain_probes()
         self.attach()
+        try:
+            self._self_check(probes)
+        except BaseException:
+            self.close()
+            raise
 
     def attach(self) -> None:
         """Puts the model on this engine's attention; weights that changed meanwhile invalidate cached prefixes."""
         self._adapter.attach(self._attention.forward)
-        if self._adapter.refresh_weights():
+        if self._adapter.weights_changed():
             self.reset_prefix_cache()
 
     def close(self) -> None:
@@ -134,15 +138,6 @@ class Engine:
     def reset_prefix_cache(self) -> None:
         """Forgets cached prefixes, for example because they were computed with other weights."""
         self._scheduler.reset_prefix_cache()
-
-    def weights_may_have_changed(self, *, reset_prefix_cache: bool) -> None:
-        """To be called after anybody else had the model. Cached prefixes are dropped if any weight is known to differ.
-
-        Args:
-            reset_prefix_cache: Drop them in any case.
-        """
-        if self._adapter.refresh_weights(force=True) or reset_prefix_cache:
-            self.reset_prefix_cache()
 
     # ------------------------------------------------------------------------------------------------ steps
 
@@ -264,22 +259,25 @@ class Engine:
 
     # -------------------------------------------------------------------------------------------- self-check
 
-    @torch.no_grad()
-    def _self_check(self) -> None:
-        """Compares paged logits with the plain model's on two short prompts: prefill, chunked prefill and decode.
+    def _plain_probes(self) -> list[_Probe]:
+        """Two short prompts, or one where the cache is too small, with the logits of the unattached model."""
+        config, num_embeddings = self.config, self._adapter.num_embeddings
+        prompts = [[token % num_embeddings for token in ids] for ids in ((1, 5, 3, 2), (4, 2, 6, 1, 3))]
+        num_blocks = sum(self._blocks.num_blocks_for(len(prompt)) for prompt in prompts)
+        if num_blocks > config.num_blocks or config.max_requests < 2:
+            prompts = [prompts[0][: config.max_model_len]]
+        return [_Probe(prompt, self._adapter.plain_logits(prompt)) for prompt in prompts]
+
+    def _self_check(self, probes: list[_Probe]) -> None:
+        """Compares paged logits with plain ones: prefill, chunked prefill beside a decode, and the decode path.
 
         It costs a few short forward passes and is what tells a model that runs right from one that only runs.
         """
-        page_size = self.config.page_size
-        prompts = [[token % self._adapter.num_embeddings for token in tokens] for tokens in ((1, 5, 3, 2), (4, 2, 6, 1, 3))]
-        num_blocks = [ceil(len(prompt) / page_size) for prompt in prompts]
-        if sum(num_blocks) > self.config.num_blocks or self.config.max_requests < 2:
-            prompts, num_blocks = [[1] * min(4, self.config.max_model_len)], [1]
-        expected = [self._adapter.plain_logits(prompt) for prompt in prompts]
-        with self._adapter.attached(self._attention.forward):
-            for plan, wanted in _self_check_plans(prompts, num_blocks):
-                actual = self._runner.logits(plan, self._padding.bucket(plan)).float()
-                self._compare(actual, torch.stack([expected[row][position] for row, position in wanted]))
+        for plan in _self_check_plans([probe.prompt for probe in probes], self._blocks.num_blocks_for):
+            actual = self._runner.logits(plan, self._padding.bucket(plan)).float()
+            ends = [row.start + row.count for row in plan.rows]
+            expected = [probe.logits[end - 1] for probe, end in zip(probes, ends, strict=True)]
+            self._compare(actual, torch.stack(expected))
 
     def _compare(self, actual: Tensor, expected: Tensor) -> None:
         difference = (actual - expected).abs().max().item()
@@ -293,39 +291,45 @@ class Engine:
             )
 
 
-def _self_check_plans(
-    prompts: list[list[int]], num_blocks: list[int]
-) -> list[tuple[BatchPlan, list[tuple[int, int]]]]:
-    """Plans that run all but the prompts' last two tokens, then one more, then the last, and which logits they yield."""
-    starts = tuple(
-        RowStart(row, prompt, len(prompt), SamplingParams(), frozenset()) for row, prompt in enumerate(prompts)
-    )
-    first_ids = [1 + sum(num_blocks[:row]) for row in range(len(prompts))]
-    tables = tuple(
-        BlockTableUpdate(row, 0, tuple(range(first, first + count)))
-        for row, (first, count) in enumerate(zip(first_ids, num_blocks, strict=True))
-    )
-    plans: list[tuple[BatchPlan, list[tuple[int, int]]]] = []
-    done = [0] * len(prompts)
-    # The first prompt enters with a chunk of two tokens: its rest runs while the second one already decodes.
-    for counts in ([len(prompts[0]) - 2, *[len(prompt) - 1 for prompt in prompts[1:]]], [2] + [1] * (len(prompts) - 1)):
+@dataclass(frozen=True, slots=True)
+class _Probe:
+    """A prompt and the plain model's logits `[num_tokens, vocab_size]` for it."""
+
+    prompt: list[int]
+    logits: Tensor
+
+
+def _self_check_plans(prompts: list[list[int]], num_blocks_for: Callable[[int], int]) -> Iterator[BatchPlan]:
+    """Plans that run each prompt, in row order: first chunks, then the rest, then the last tokens on the decode path.
+
+    The first prompt's second chunk has two tokens, so that it continues a cache beside rows that decode. The last
+    plan computes again what is there already.
+    """
+    first_block = 1
+    row_starts, table_updates = [], []
+    for row, prompt in enumerate(prompts):
+        end = first_block + num_blocks_for(len(prompt))
+        row_starts.append(RowStart(row, prompt, len(prompt), SamplingParams(), frozenset()))
+        table_updates.append(BlockTableUpdate(row, 0, tuple(range(first_block, end))))
+        first_block = end
+    lengths = [len(prompt) for prompt in prompts]
+    splits = [length - (2 if row == 0 else 1) for row, length in enumerate(lengths)]
+
+    def plan(path: Path, starts: list[int], ends: list[int], is_first: bool = False) -> BatchPlan:
         rows = tuple(
-            ScheduledRow("self-check", 0, row, start, count, samples=True)
-            for row, (start, count) in enumerate(zip(done, counts, strict=True))
+            ScheduledRow("self-check", 0, row, start, end - start, samples=True)
+            for row, (start, end) in enumerate(zip(starts, ends, strict=True))
         )
-        done = [row.start + row.count for row in rows]
-        plan = BatchPlan(
-            path="varlen",
+        return BatchPlan(
+            path=path,
             rows=rows,
-            row_starts=() if plans else starts,
-            table_updates=() if plans else tables,
+            row_starts=tuple(row_starts) if is_first else (),
+            table_updates=tuple(table_updates) if is_first else (),
             block_copies=(),
-            num_tokens=sum(counts),
-            max_seq_len=max(done),
+            num_tokens=sum(row.count for row in rows),
+            max_seq_len=max(ends),
         )
-        plans.append((plan, [(row, position - 1) for row, position in enumerate(done)]))
-    # The last tokens once more, on the decode path: they only overwrite what is there.
-    last = tuple(ScheduledRow("self-check", 0, row, end - 1, 1, samples=True) for row, end in enumerate(done))
-    decode = BatchPlan("decode", last, (), (), (), len(last), max(done))
-    plans.append((decode, [(row, end - 1) for row, end in enumerate(done)]))
-    return plans
+
+    yield plan("varlen", [0] * len(prompts), splits, is_first=True)
+    yield plan("varlen", splits, lengths)
+    yield plan("decode", [length - 1 for length in lengths], lengths)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import inspect
 import logging
 import queue
 import threading
@@ -72,6 +73,7 @@ class ContinuousBatchingManager:
         kernel_config: Which kernels run.
 
     Attributes:
+        config: The configuration as asked for.
         engine_config: The configuration as resolved, with every decision.
         kernel_names: (slot, implementation) of every kernel.
         tokenizer: Decodes tokens for `stop_strings`; anything with `decode(list[int]) -> str`.
@@ -88,7 +90,7 @@ class ContinuousBatchingManager:
         workload_hints: Any = None,
         kernel_config: KernelConfig | None = None,
     ) -> None:
-        config = ContinuousBatchingConfig.from_any(continuous_batching_config)
+        self.config = config = ContinuousBatchingConfig.from_any(continuous_batching_config)
         self.model = model
         self.generation_config = copy.deepcopy(generation_config)
         self.tokenizer: Any = getattr(model, "_cbtriton_tokenizer", None)
@@ -107,7 +109,8 @@ class ContinuousBatchingManager:
             kernel_config = replace(kernel_config, default="reference")
         self._kernels = choose_kernels(kernel_config)
         self.kernel_names = self._kernels.names
-        self._layout = self._adapter.inspect_layout()
+        with self._no_caller_modes():
+            self._layout = self._adapter.inspect_layout()
         self.engine_config: EngineConfig = resolve(
             config,
             WorkloadHints.from_any(workload_hints),
@@ -122,9 +125,10 @@ class ContinuousBatchingManager:
             page_size=self.engine_config.page_size,
             num_blocks=self.engine_config.num_blocks,
         )
-        self._router = OutputRouter()
-        # Guards everything below; notified whenever any of it changes.
-        self._changed = threading.Condition()
+        # One lock for everything below and the router: a request ends and its last output arrives in one moment.
+        lock = threading.RLock()
+        self._router = OutputRouter(lock)
+        self._changed = threading.Condition(lock)
         self._state = _State.NEW
         self._thread: threading.Thread | None = None
         self._engine: Engine | None = None
@@ -133,7 +137,7 @@ class ContinuousBatchingManager:
         self._last_stats = EngineStats()
         self._last_records: list[StepRecord] = []
         self._inbox: list[Request] = []
-        self._cancelled: list[str] = []
+        self._cancelled: set[str] = set()
         self._in_flight: set[str] = set()
         self._num_waiting_in_engine = 0
         self._next_ordinal = 0
@@ -186,12 +190,28 @@ class ContinuousBatchingManager:
         with self._changed:
             if self._state is _State.DESTROYED:
                 raise RuntimeError("this manager was destroyed; make a new one")
-            if self._engine is None:
-                self._engine = Engine(
-                    self._adapter, self._layout, self.engine_config, self._kernels, self._stop_checker.check
-                )
-            elif not self._adapter.is_attached:
-                self._engine.attach()
+            if self.is_running():
+                return
+            with self._no_caller_modes():
+                if self._engine is None:
+                    self._engine = Engine(
+                        self._adapter, self._layout, self.engine_config, self._kernels, self._stop_checker.check
+                    )
+                elif not self._adapter.is_attached:
+                    self._engine.attach()
+
+    @contextmanager
+    def _no_caller_modes(self) -> Iterator[None]:
+        """What is made or measured here must suit the engine's thread, which knows no mode of the caller's."""
+        with torch.inference_mode(False), torch.autocast(self._adapter.device.type, enabled=False):
+            yield
+
+    def was_made_for(self, generation_config: Any, continuous_batching_config: Any) -> bool:
+        """Whether the manager was made with equal options; None stands for any."""
+        return (generation_config is None or generation_config == self.generation_config) and (
+            continuous_batching_config is None
+            or ContinuousBatchingConfig.from_any(continuous_batching_config) == self.config
+        )
 
     @property
     def num_return_sequences(self) -> int:
@@ -204,12 +224,15 @@ class ContinuousBatchingManager:
         return self._engine is not None
 
     def start(self) -> None:
-        """Starts the background thread; harmless while it runs. After `stop` it starts anew.
+        """Starts the background thread; harmless while it runs. After `stop` it starts anew, once all has ended.
 
         Raises:
-            RuntimeError: The manager was destroyed.
+            RuntimeError: The manager was destroyed, or is stopping while the calling thread holds it in `pause`.
         """
         with self._changed:
+            if self._state in (_State.STOPPING, _State.HARD_STOPPING):
+                self._refuse_inside_pause("start")
+                self._changed.wait_for(lambda: self._state not in (_State.STOPPING, _State.HARD_STOPPING))
             if self.is_running():
                 return
             self.warmup()
@@ -219,9 +242,8 @@ class ContinuousBatchingManager:
             self._thread.start()
 
     def is_running(self) -> bool:
-        """Whether the background thread is alive."""
-        thread = self._thread
-        return thread is not None and thread.is_alive()
+        """Whether the background thread is at work: from `start` until everything has ended after `stop`."""
+        return self._state in (_State.RUNNING, _State.STOPPING, _State.HARD_STOPPING)
 
     def stop(
         self,
@@ -243,8 +265,7 @@ class ContinuousBatchingManager:
         """
         requested = time.perf_counter()
         with self._changed:
-            if threading.get_ident() in self._pausing_threads:
-                raise RuntimeError("cannot stop inside pause(): the loop cannot end while it is paused; leave it first")
+            self._refuse_inside_pause("stop")
             self._keep_engine = keep_for_next_session
             if keep_for_next_session and self._state is not _State.DESTROYED:
                 self.model._cached_continuous_batching_manager = self
@@ -274,19 +295,25 @@ class ContinuousBatchingManager:
 
     def destroy(self) -> None:
         """Stops at once and releases all memory. Final; harmless when repeated."""
-        self.stop(hard_stop=True)
+        requested = time.perf_counter()
         with self._changed:
+            self.stop(block=False, hard_stop=True)
+            while self.is_running():
+                self._changed.wait()
+                # Somebody may have started it again in between.
+                self.stop(block=False, hard_stop=True)
             self._state = _State.DESTROYED
-            self._release_engine()
             if getattr(self.model, "_cached_continuous_batching_manager", None) is self:
                 del self.model._cached_continuous_batching_manager
+        self.join(requested)
 
     @contextmanager
     def pause(self, reset_prefix_cache: bool = False) -> Iterator[None]:
         """Holds the engine between two steps, so that the caller can use or update the model.
 
-        Requests, cache and order survive. Several threads may hold the pause; the last one to leave resumes. Weights
-        that changed in place are picked up on resuming, and cached prefixes of the old ones are dropped.
+        Meanwhile the model is as it was before `start`. Requests, cache and order survive. Several threads may hold
+        the pause; the last one to leave resumes. Weights that changed in place are picked up on resuming, and cached
+        prefixes of the old ones are dropped.
 
         Args:
             reset_prefix_cache: Drop cached prefixes in any case. Needed when weights were changed through
@@ -301,17 +328,21 @@ class ContinuousBatchingManager:
                 raise self._refusal("cannot pause")
             self._pausing_threads.append(me)
             self._changed.notify_all()
-            self._changed.wait_for(lambda: self._is_parked or not self.is_running())
-            if not self._is_parked:
-                self._pausing_threads.remove(me)
-                raise self._refusal("cannot pause")
         try:
+            with self._changed:
+                self._changed.wait_for(lambda: self._is_parked or not self.is_running())
+                if not self._is_parked:
+                    raise self._refusal("cannot pause")
             yield
         finally:
             with self._changed:
                 self._pausing_threads.remove(me)
                 self._must_reset_prefix_cache |= reset_prefix_cache
                 self._changed.notify_all()
+
+    def _refuse_inside_pause(self, what: str) -> None:
+        if threading.get_ident() in self._pausing_threads:
+            raise RuntimeError(f"cannot {what} inside pause(): the loop cannot end while it is paused; leave it first")
 
     # --------------------------------------------------------------------------------------------- requests
 
@@ -355,7 +386,7 @@ class ContinuousBatchingManager:
             request = self._make_request(
                 input_ids, 0, max_new_tokens, streaming, record_timestamps, eos_token_id, logit_processor_kwargs
             )
-            return self._submit([request], request_id)[0]
+            return self._submit([request], request_id, FULL_QUEUE_TIMEOUT)[0]
 
     def add_requests(
         self,
@@ -366,6 +397,8 @@ class ContinuousBatchingManager:
         **logit_processor_kwargs: Any,
     ) -> list[str]:
         """Queues many requests with the same parameters; see `add_request`. Nothing is queued if any is refused.
+
+        Where the queue stays full, those that were queued before are cancelled.
 
         Returns:
             Their ids, in the order of `inputs`.
@@ -379,6 +412,7 @@ class ContinuousBatchingManager:
                     for position, input_ids in enumerate(inputs)
                 ],
                 None,
+                FULL_QUEUE_TIMEOUT,
             )
 
     def submit_batch(
@@ -386,7 +420,8 @@ class ContinuousBatchingManager:
     ) -> list[tuple[str, ...]]:
         """Queues many requests like `add_requests`, but lets one that can never fit fail alone.
 
-        Such a request gets a final output with status FAILED at once; the others run.
+        Such a request gets a final output with status FAILED at once; the others run. Where the queue is full it waits
+        for as long as the manager runs.
 
         Returns:
             For each input, its request's id and those of its extra sequences.
@@ -395,14 +430,19 @@ class ContinuousBatchingManager:
             requests = []
             for position, input_ids in enumerate(inputs):
                 try:
-                    request = self._make_nth_request(
-                        position, input_ids, max_new_tokens, False, record_timestamps, {}
-                    )
+                    request = self._make_nth_request(position, input_ids, max_new_tokens, False, record_timestamps, {})
                 except RequestTooLongError as error:
-                    request = Request("", list(input_ids), SamplingParams(), StopRules(max_new_tokens=1))
-                    request.status, request.finish_reason, request.error = RequestStatus.FAILED, "error", str(error)
+                    request = Request(
+                        request_id="",
+                        prompt_ids=list(input_ids),
+                        sampling=SamplingParams(),
+                        stop=StopRules(max_new_tokens=1),
+                        status=RequestStatus.FAILED,
+                        error=str(error),
+                        finish_reason="error",
+                    )
                 requests.append(request)
-            ids = self._submit(requests, None)
+            ids = self._submit(requests, None, timeout=None)
         return [(request_id, *self._extra_ids(request_id)) for request_id in ids]
 
     def is_in_flight(self, request_id: str) -> bool:
@@ -417,7 +457,7 @@ class ContinuousBatchingManager:
         """
         with self._changed:
             if request_id in self._in_flight:
-                self._cancelled.append(request_id)
+                self._cancelled.add(request_id)
                 self._changed.notify_all()
 
     def _make_nth_request(
@@ -431,9 +471,7 @@ class ContinuousBatchingManager:
     ) -> Request:
         """One of several requests; its errors say which."""
         try:
-            return self._make_request(
-                input_ids, position, max_new_tokens, streaming, record_timestamps, None, kwargs
-            )
+            return self._make_request(input_ids, position, max_new_tokens, streaming, record_timestamps, None, kwargs)
         except (TypeError, ValueError) as error:
             raise type(error)(f"inputs[{position}]: {error}") from None
 
@@ -478,37 +516,50 @@ class ContinuousBatchingManager:
             cache_salt=cache_salt,
         )
 
-    def _submit(self, requests: list[Request], request_id: str | None) -> list[str]:
+    def _submit(self, requests: list[Request], request_id: str | None, timeout: float | None) -> list[str]:
         """Names the requests and puts them, with their extra sequences, into the inbox. Called with the lock held."""
         self._check_accepting()
-        if request_id is not None and request_id in self._in_flight:
+        if request_id is not None and self._is_taken(request_id):
             raise ValueError(f"request id {request_id!r} is in flight; use another id or wait for its result")
         self._next_ordinal += len(requests)
+        queued: list[str] = []
         for request in requests:
             request.request_id = self._new_request_id() if request_id is None else request_id
             family = [request, *self._extra_sequences(request)]
             if request.is_terminal:
                 self._router.deliver(member.to_output() for member in family)
                 continue
-            self._in_flight.update(member.request_id for member in family)
+            ids = [member.request_id for member in family]
+            self._in_flight.update(ids)
             try:
-                self._wait_for_room()
+                self._wait_for_room(timeout)
             except BaseException:
-                self._in_flight.difference_update(member.request_id for member in family)
+                self._in_flight.difference_update(ids)
+                # The caller never learns the ids of those that were queued before.
+                self._cancelled.update(self._in_flight.intersection(queued))
                 raise
+            queued += ids
             self._inbox += family
             self._changed.notify_all()
         return [request.request_id for request in requests]
 
+    @property
+    def _is_accepting(self) -> bool:
+        return self._fatal_error is None and self._state in (_State.NEW, _State.RUNNING)
+
     def _check_accepting(self) -> None:
-        if self._fatal_error is not None or self._state not in (_State.NEW, _State.RUNNING):
+        if not self._is_accepting:
             raise self._refusal("cannot add a request")
+
+    def _is_taken(self, request_id: str) -> bool:
+        """Whether the id, or one that its extra sequences would get, is in flight."""
+        return not self._in_flight.isdisjoint((request_id, *self._extra_ids(request_id)))
 
     def _new_request_id(self) -> str:
         while True:
             request_id = f"req_{self._next_auto_id}"
             self._next_auto_id += 1
-            if request_id not in self._in_flight:
+            if not self._is_taken(request_id):
                 return request_id
 
     def _extra_ids(self, request_id: str) -> tuple[str, ...]:
@@ -528,19 +579,16 @@ class ContinuousBatchingManager:
             for child, child_id in enumerate(self._extra_ids(request.request_id))
         ]
 
-    def _wait_for_room(self) -> None:
+    def _wait_for_room(self, timeout: float | None) -> None:
         limit = self.engine_config.max_queue_size
         if limit == 0:
             return
         has_room = self._changed.wait_for(
-            lambda: len(self._inbox) + self._num_waiting_in_engine < limit or self._fatal_error is not None,
-            FULL_QUEUE_TIMEOUT,
+            lambda: len(self._inbox) + self._num_waiting_in_engine < limit or not self._is_accepting, timeout
         )
         self._check_accepting()
         if not has_room:
-            raise queue.Full(
-                f"{limit} requests (max_queue_size) have been waiting for {FULL_QUEUE_TIMEOUT:.0f} s; try again later"
-            )
+            raise queue.Full(f"{limit} requests (max_queue_size) have been waiting for {timeout} s; try again later")
 
     # ---------------------------------------------------------------------------------------------- results
 
@@ -577,7 +625,12 @@ class ContinuousBatchingManager:
 
         To be called from a coroutine, before or after the request is added; outputs that arrived before are
         delivered first. The handler is removed with the final output.
+
+        Raises:
+            TypeError: `callback` is no plain function; a coroutine function would never be awaited.
         """
+        if not callable(callback) or inspect.iscoroutinefunction(callback):
+            raise TypeError(f"callback must be a plain function of one output, got {callback!r}")
         self._router.register(request_id, asyncio.get_running_loop(), callback)
 
     def stats(self) -> EngineStats:
@@ -591,7 +644,6 @@ class ContinuousBatchingManager:
         return list(self._last_records) if engine is None else engine.step_records()
 
     def _may_come(self, request_id: str | None) -> bool:
-        # Called with the router's lock held, so without ours: reading one field at a time needs none.
         if self._fatal_error is not None:
             raise self._refusal("no result can come")
         if request_id is not None:
@@ -638,20 +690,24 @@ class ContinuousBatchingManager:
                 if self._state is _State.HARD_STOPPING:
                     return
                 must_park = bool(self._pausing_threads)
-                if not must_park:
-                    requests, self._inbox = self._inbox, []
-                    cancelled, self._cancelled = self._cancelled, []
+                requests, cancelled = ([], set()) if must_park else self._empty_inbox()
+                if self._state is _State.STOPPING and not (must_park or requests or cancelled or engine.has_requests):
+                    return
             if must_park:
                 self._park(engine)
                 continue
             for request in requests:
                 engine.add(request)
             outputs = [output for request_id in cancelled for output in engine.cancel(request_id)]
-            if not engine.has_requests and not outputs and self._state is _State.STOPPING:
-                if not self._inbox:
-                    return
-                continue
             self._publish(outputs + engine.step(), engine.num_waiting)
+
+    def _empty_inbox(self) -> tuple[list[Request], set[str]]:
+        """What arrived since the last step: requests and cancellations. Called with the lock held."""
+        requests, self._inbox = self._inbox, []
+        cancelled, self._cancelled = self._cancelled, set()
+        # They wait in the engine now, until it has counted for itself.
+        self._num_waiting_in_engine += len(requests)
+        return requests, cancelled
 
     def _has_something_to_do(self, engine: Engine) -> bool:
         return bool(
@@ -663,58 +719,68 @@ class ContinuousBatchingManager:
         )
 
     def _park(self, engine: Engine) -> None:
-        """Stays between two steps until the last pausing thread has left."""
+        """Gives the model back between two steps until the last pausing thread has left."""
         self._publish(engine.drain(), engine.num_waiting)
+        engine.close()
         with self._changed:
             self._is_parked = True
             self._changed.notify_all()
             self._changed.wait_for(lambda: not self._pausing_threads)
             self._is_parked = False
             must_reset, self._must_reset_prefix_cache = self._must_reset_prefix_cache, False
-        engine.weights_may_have_changed(reset_prefix_cache=must_reset)
+        engine.attach()
+        if must_reset:
+            engine.reset_prefix_cache()
 
     def _publish(self, outputs: list[GenerationOutput], num_waiting: int) -> None:
         if not outputs and num_waiting == self._num_waiting_in_engine:
             return
         with self._changed:
             self._num_waiting_in_engine = num_waiting
-            # An id is free again before its final output can be seen, so that whoever sees it may reuse the id.
-            self._in_flight.difference_update(output.request_id for output in outputs if output.is_finished())
+            ended = {output.request_id for output in outputs if output.is_finished()}
+            self._in_flight -= ended
+            # A cancellation that came too late must not hit the next request with the same id.
+            self._cancelled -= ended
             self._router.deliver(outputs)
             self._changed.notify_all()
 
     def _end_session(self, reason: str) -> None:
         """Ends what is still in flight, gives the model back and wakes everybody. Called with the lock held."""
-        engine = self._engine
-        outputs = [] if engine is None else engine.fail_all(reason)
-        if engine is not None and self._inbox:
-            for request in self._inbox:
-                engine.add(request)
-            outputs += engine.fail_all(reason)
-        self._inbox, self._cancelled = [], []
-        self._num_waiting_in_engine = 0
+        outputs = [_failed_before_start(request, reason) for request in self._inbox]
+        self._inbox = []
+        self._cancelled.clear()
         self._in_flight.clear()
-        self._is_parked = False
+        self._num_waiting_in_engine = 0
         if self._state is not _State.DESTROYED:
             self._state = _State.STOPPED
-        if self._fatal_error is None:
-            self._router.deliver(outputs)
-        else:
-            # Who waits for a result is told by an exception; who registered a handler can only be told this way.
-            self._router.deliver_to_handlers(outputs)
-        if self._keep_engine and self._fatal_error is None:
-            if engine is not None:
-                engine.close()
-        else:
-            self._release_engine()
-        self._changed.notify_all()
-        self._router.wake()
+        try:
+            if self._engine is not None:
+                outputs = self._engine.fail_all(reason) + outputs
+                if self._keep_engine and self._fatal_error is None:
+                    self._engine.close()
+                else:
+                    self._release_engine()
+        finally:
+            # Also where the engine is too broken to end: nobody may wait for it any longer.
+            if self._fatal_error is None:
+                self._router.deliver(outputs)
+            else:
+                # Who waits for a result is told by an exception; who registered a handler can only be told this way.
+                self._router.deliver_to_handlers(outputs)
+            self._changed.notify_all()
+            self._router.wake()
 
     def _release_engine(self) -> None:
-        if self._engine is not None:
-            self._last_stats, self._last_records = self._engine.stats(), self._engine.step_records()
-            self._engine.close()
+        engine = self._engine
+        if engine is not None:
+            self._last_stats, self._last_records = engine.stats(), engine.step_records()
             self._engine = None
+            engine.close()
+
+
+def _failed_before_start(request: Request, error: str) -> GenerationOutput:
+    """The final output of a request that never reached the engine."""
+    return replace(request.to_output(), status=RequestStatus.FAILED, finish_reason="error", error=error)
 
 
 def check_prompt(input_ids: Any, num_embeddings: int) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
@@ -16,6 +17,8 @@ from cbtriton.config import KernelConfig, WorkloadHints
 from cbtriton.manager import ContinuousBatchingManager, check_prompt
 from cbtriton.request import GenerationOutput
 from cbtriton.stats import EngineStats
+
+logger = logging.getLogger(__name__)
 
 _Model = TypeVar("_Model")
 # Seconds between two looks at the counters while a batch runs.
@@ -35,6 +38,8 @@ class ContinuousMixin:
     ) -> ContinuousBatchingManager:
         """A manager for this model: the persistent one if there is one, else a new one.
 
+        The persistent one keeps the options that it was made with, and warns where others are asked for.
+
         Args:
             generation_config: Defaults of the requests; the model's own when None.
             continuous_batching_config: This package's or transformers' `ContinuousBatchingConfig`.
@@ -46,6 +51,11 @@ class ContinuousMixin:
         """
         cached = getattr(self, "_cached_continuous_batching_manager", None)
         if isinstance(cached, ContinuousBatchingManager):
+            if not cached.was_made_for(generation_config, continuous_batching_config):
+                logger.warning(
+                    "the persistent manager keeps the options that it was made with; to change them, call "
+                    "destroy_cached_continuous_batching_manager() first"
+                )
             return cached
         if generation_config is None:
             generation_config = self.generation_config  # pyright: ignore[reportAttributeAccessIssue]
@@ -90,9 +100,7 @@ class ContinuousMixin:
             yield manager
             failed = False
         finally:
-            manager.stop(
-                block=block, timeout=timeout, keep_for_next_session=persistent_manager, hard_stop=failed
-            )
+            manager.stop(block=block, timeout=timeout, keep_for_next_session=persistent_manager, hard_stop=failed)
             if not persistent_manager and not manager.is_running():
                 manager.destroy()
 
@@ -183,7 +191,7 @@ def enable(model: _Model, tokenizer: Any = None) -> _Model:
     return model
 
 
-class patch_transformers:  # noqa: N801  (used like a function: `with patch_transformers(): ...`)
+class patch_transformers:
     """Gives every `PreTrainedModel` the methods of `ContinuousMixin`, so that other programs use this engine.
 
     Takes effect at once; as a context manager, until the end of the `with` block, otherwise until `undo`.
@@ -200,7 +208,7 @@ class patch_transformers:  # noqa: N801  (used like a function: `with patch_tran
         from transformers import PreTrainedModel
 
         self._target: Any = PreTrainedModel
-        # The methods come from a base class of PreTrainedModel: overriding them leaves the originals in place.
+        # Models get the originals from a mixin that comes after PreTrainedModel: these hide them and leave them in place.
         self._own = {name: vars(self._target)[name] for name in self._METHODS if name in vars(self._target)}
         for name in self._METHODS:
             setattr(self._target, name, vars(ContinuousMixin)[name])

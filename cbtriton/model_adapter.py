@@ -8,8 +8,7 @@ caller's is changed otherwise.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +21,8 @@ from cbtriton.packed_linear import PackedLinears
 
 SUPPORTED_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 UNDERSTOOD_ARGUMENTS = frozenset({"scaling", "sliding_window", "softcap", "s_aux"}) | HARMLESS_ARGUMENTS
+# Must not contain "flash" nor begin with "paged|": transformers gives those names a meaning.
+_NAME_PREFIX = "cbtriton_"
 # The dry run only has to be long enough for shapes to be told apart.
 _DRY_RUN_TOKENS = 3
 
@@ -61,7 +62,7 @@ class ModelAdapter:
         self.device: torch.device = model.device
         self.dtype: torch.dtype = model.dtype
         self.text_config = model.config.get_text_config()
-        self._name = f"cbtriton_{id(self):x}"
+        self._name = f"{_NAME_PREFIX}{id(self):x}"
         self._limit = packed_weights_limit_bytes
         self._packed: PackedLinears | None = None
         self._undo: list[Callable[[], None]] = []
@@ -126,43 +127,27 @@ class ModelAdapter:
         while self._undo:
             self._undo.pop()()
 
-    @contextmanager
-    def attached(self, attention: Callable[..., tuple[Tensor, None]]) -> Iterator[None]:
-        """Attached inside the `with` block."""
-        self.attach(attention)
-        try:
-            yield
-        finally:
-            self.detach()
-
     def _switch_attention(self, attention: Callable[..., tuple[Tensor, None]]) -> None:
         from transformers import AttentionInterface
 
+        configs = _configs_of(self.model)
+        if any(str(config._attn_implementation_internal).startswith(_NAME_PREFIX) for config in configs):
+            raise RuntimeError("the model is in use by another continuous batching manager; stop that one first")
         AttentionInterface.register(self._name, attention)
         self._undo.append(lambda: AttentionInterface._global_mapping.pop(self._name, None))
-        for config in _configs_of(self.model):
+        for config in configs:
             # The property would also overwrite what sub-configurations are set to.
             original = config._attn_implementation_internal
             config._attn_implementation_internal = self._name
             self._undo.append(lambda config=config, original=original: _set_attention(config, original))
 
-    def refresh_weights(self, *, force: bool = False) -> bool:
-        """Packs weights again that changed in place.
-
-        Args:
-            force: Pack all again: changes made through `Tensor.data` leave no trace.
-
-        Returns:
-            Whether any weight is known to have changed since the last call.
-        """
-        seen = tuple((weight.data_ptr(), weight._version) for weight in self.model.parameters())
+    def weights_changed(self) -> bool:
+        """Whether any weight is known to differ from what it was at the last call; changes of `Tensor.data` are not."""
+        seen = tuple(
+            (weight.data_ptr(), 0 if weight.is_inference() else weight._version) for weight in self.model.parameters()
+        )
         changed = bool(self._weights_seen) and seen != self._weights_seen
         self._weights_seen = seen
-        if self._packed is not None:
-            if force:
-                self._packed.repack()
-            elif changed:
-                self._packed.refresh()
         return changed
 
     # ------------------------------------------------------------------------------------------ forward passes
@@ -186,6 +171,7 @@ class ModelAdapter:
             return self.model(**arguments, logits_to_keep=logit_indices).logits[0]
         return self.model(**arguments).logits[0].index_select(0, logit_indices)
 
+    @torch.no_grad()
     def plain_logits(self, token_ids: list[int]) -> Tensor:
         """Logits of one sequence through the unchanged model, `[num_tokens, vocab_size]` float32. Not while attached."""
         restore = _eval_mode(self.model)
@@ -195,6 +181,7 @@ class ModelAdapter:
         finally:
             restore()
 
+    @torch.no_grad()
     def inspect_layout(self) -> ModelLayout:
         """Runs the model once with a recording attention function.
 

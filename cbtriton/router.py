@@ -10,7 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from threading import Condition
+from threading import Condition, RLock
 
 from cbtriton.request import GenerationOutput
 
@@ -32,10 +32,14 @@ class _Registration:
 
 
 class OutputRouter:
-    """A queue of outputs that can be read in order of arrival or by request id, and handlers on event loops."""
+    """A queue of outputs that can be read in order of arrival or by request id, and handlers on event loops.
 
-    def __init__(self) -> None:
-        self._changed = Condition()
+    Args:
+        lock: Guards the router. The owner holds it to change in one moment what `get` asks it about and what is queued.
+    """
+
+    def __init__(self, lock: RLock) -> None:
+        self._changed = Condition(lock)
         self._arrivals: deque[_Entry] = deque()
         self._by_id: dict[str, deque[_Entry]] = {}
         self._num_taken = 0
@@ -72,9 +76,8 @@ class OutputRouter:
         """
         with self._changed:
             self._handlers[request_id] = _Registration(loop, handler)
-            for entry in self._by_id.pop(request_id, ()):
-                self._take(entry)
-                self._call_handler(entry.output)
+            while request_id in self._handlers and (output := self._pop(request_id)) is not None:
+                self._call_handler(output)
 
     def unregister(self, request_id: str) -> None:
         """Removes a handler; harmless when there is none."""
@@ -89,8 +92,8 @@ class OutputRouter:
         Args:
             request_id: Whose output; None for whoever's comes first.
             timeout: Seconds to wait at most; None waits for as long as something may come.
-            may_come: Whether waiting makes sense; called with the router's lock held whenever anything changed. May
-                raise, which ends the wait.
+            may_come: Whether waiting makes sense; called with the lock held whenever anything changed. May raise, which
+                ends the wait.
 
         Returns:
             None after `timeout`, or as soon as nothing can come any more.

@@ -13,7 +13,7 @@ change nothing.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -412,11 +412,12 @@ def _too_long(limits: RequestLimits, what: str, needed: int, remedy: str) -> Req
     blocks = -(-needed // limits.page_size)
     if blocks > limits.num_blocks:
         return RequestTooLongError(
-            f"{what} needs {blocks} blocks of {limits.page_size} tokens, and the cache has {limits.num_blocks}; "
-            f"{remedy}, or raise num_blocks"
+            f"{what} needs {blocks} blocks of {limits.page_size} tokens, and the cache has "
+            f"{limits.num_blocks}; {remedy}, or raise num_blocks"
         )
     return RequestTooLongError(
-        f"{what} needs {needed} places in the cache, and a sequence has at most {limits.max_model_len}; {remedy}"
+        f"{what} needs {needed} places in the cache, and a sequence has at most {limits.max_model_len}; "
+        f"{remedy}"
     )
 
 

@@ -36,6 +36,10 @@ def _is_decoding(request: Request) -> bool:
     return request.num_remaining <= 1
 
 
+def _has_computed_prompt(request: Request) -> bool:
+    return request.num_computed >= len(request.prompt_ids)
+
+
 def _decodes_first(running: Sequence[Request]) -> Sequence[Request]:
     return sorted(running, key=lambda request: not _is_decoding(request))
 
@@ -123,7 +127,7 @@ class _Share:
     row: int
     start: int
     count: int
-    table_updates: list[BlockTableUpdate]
+    table_update: BlockTableUpdate | None
     row_start: RowStart | None = None
     block_copy: BlockCopy | None = None
 
@@ -152,6 +156,11 @@ class _Draft:
         share = self.shares.pop(request_id, None)
         if share is not None:
             self.budget += share.count
+
+    def admits(self, request_id: str) -> bool:
+        """Whether the request enters its row with this step."""
+        share = self.shares.get(request_id)
+        return share is not None and share.row_start is not None
 
 
 class Scheduler:
@@ -265,9 +274,11 @@ class Scheduler:
     def _release_children(self) -> None:
         """Moves the children of parents whose prompt is computed to the front of the queue."""
         for parent_id in list(self._children):
-            parent = self._requests.get(parent_id)
-            if parent is None or parent.num_computed >= len(parent.prompt_ids):
-                self._waiting.extendleft(reversed(self._children.pop(parent_id)))
+            if _has_computed_prompt(self._requests[parent_id]):
+                self._queue_children(parent_id)
+
+    def _queue_children(self, parent_id: str) -> None:
+        self._waiting.extendleft(reversed(self._children.pop(parent_id, [])))
 
     def _continue_running(self, draft: _Draft) -> None:
         for request in self._policy.order(list(self._running.values())):
@@ -318,7 +329,7 @@ class Scheduler:
         if blocks.num_available < max(reserve, 1):
             return False
         token_ids = request.token_ids
-        prefix = self._attach_prefix(request, token_ids)
+        prefix = self._attach_prefix(request, token_ids, draft)
         # All that is known must fit: a prompt that stops half-way only takes memory from others.
         num_new = len(token_ids) - prefix.num_tokens
         room = blocks.num_addable_tokens(request.request_id, prefix.num_tokens)
@@ -328,7 +339,7 @@ class Scheduler:
         self._count_admission(len(token_ids), prefix)
         row = self._enter_row(request, prefix.num_tokens)
         share = self._share(request, row, min(num_new, draft.budget, room))
-        share.table_updates = [BlockTableUpdate(row, 0, blocks.block_ids(request.request_id))]
+        share.table_update = BlockTableUpdate(row, 0, blocks.block_ids(request.request_id))
         share.row_start = RowStart(
             row, token_ids, len(request.prompt_ids), request.sampling, request.stop.eos_token_ids
         )
@@ -337,16 +348,28 @@ class Scheduler:
         self._index(share)
         return True
 
-    def _attach_prefix(self, request: Request, token_ids: Sequence[int]) -> _Prefix:
+    def _attach_prefix(self, request: Request, token_ids: Sequence[int], draft: _Draft) -> _Prefix:
         """Gives the request a block table that holds as much of its tokens as others have computed already."""
-        parent = self._running.get(request.parent_id) if request.parent_id is not None else None
-        if parent is not None and parent.num_computed >= len(parent.prompt_ids) and not request.generated:
+        parent = self._parent_to_fork(request, draft)
+        if parent is not None:
             # The prompt's last token is computed again: the child draws its own first token from it.
             num_tokens = len(request.prompt_ids) - 1
             block_copy = self._blocks.fork(parent.request_id, request.request_id, num_tokens)
             return _Prefix(num_tokens, is_fork=True, block_copy=block_copy)
         match = self._blocks.match_prefix(token_ids, request.cache_salt)
         return _Prefix(self._blocks.start(request.request_id, match), is_fork=False, block_copy=None)
+
+    def _parent_to_fork(self, request: Request, draft: _Draft) -> Request | None:
+        """The request's parent if its cache holds this request's prompt."""
+        parent = self._running.get(request.parent_id) if request.parent_id is not None else None
+        if parent is None or request.generated or not _has_computed_prompt(parent):
+            return None
+        # Copies come before the step: a parent that resumes in it may rest on blocks that the step has yet to write.
+        if draft.admits(parent.request_id) or self._blocks.is_outdated(parent.request_id):
+            return None
+        # Once the parent has ended, its id may name a request that is no relation.
+        is_related = parent.prompt_ids == request.prompt_ids and parent.cache_salt == request.cache_salt
+        return parent if is_related else None
 
     def _count_admission(self, num_tokens: int, prefix: _Prefix) -> None:
         if prefix.is_fork:
@@ -371,6 +394,7 @@ class Scheduler:
         if request.row is None:
             return
         del self._running[request.request_id]
+        self._blocks.index_blocks(request.request_id, request.token_ids, request.num_computed)
         self._blocks.release(request.request_id)
         self._free_rows.append(request.row)
         request.row = None
@@ -378,17 +402,21 @@ class Scheduler:
 
     def _share(self, request: Request, row: int, count: int) -> _Share:
         """The request's next `count` tokens, with the blocks that they need."""
-        num_held = self._blocks.num_blocks_held(request.request_id)
-        added = self._blocks.extend(request.request_id, request.num_computed + count)
-        updates = [BlockTableUpdate(row, num_held, added)] if added else []
-        return _Share(request, row, request.num_computed, count, updates)
+        start = request.num_computed
+        added = self._blocks.extend(request.request_id, start + count)
+        update = None
+        if added:
+            first_index = self._blocks.num_blocks_held(request.request_id) - len(added)
+            update = BlockTableUpdate(row, first_index, added)
+        return _Share(request, row, start, count, update)
 
     def _index(self, share: _Share) -> None:
-        request = share.request
-        end = share.start + share.count
+        request, page_size = share.request, self._blocks.page_size
+        # The host learns a token in flight one step late, and so that the block it completes is whole.
+        num_known = min(share.start + share.count, request.num_tokens)
         # Decodes complete a block once in `page_size` steps: skip the others before building the token list.
-        if end // self._blocks.page_size > share.start // self._blocks.page_size:
-            self._blocks.index_blocks(request.request_id, request.token_ids, end)
+        if num_known // page_size > (num_known - share.count) // page_size:
+            self._blocks.index_blocks(request.request_id, request.token_ids, num_known)
 
     def _freeze(self, draft: _Draft) -> BatchPlan:
         """Turns the draft into a plan; from here on the step is certain to run."""
@@ -407,7 +435,8 @@ class Scheduler:
             )
             num_tokens += share.count
             max_seq_len = max(max_seq_len, request.num_computed)
-            table_updates += share.table_updates
+            if share.table_update is not None:
+                table_updates.append(share.table_update)
             if share.row_start is not None:
                 row_starts.append(share.row_start)
             if share.block_copy is not None:
@@ -472,6 +501,7 @@ class Scheduler:
             queue = self._waiting if request in self._waiting else self._children[request.parent_id or ""]
             queue.remove(request)
         self._leave_row(request)
+        self._queue_children(request.request_id)
         del self._requests[request.request_id]
         request.status = status
         request.finish_reason = reason

@@ -96,7 +96,8 @@ class PromptFile:
         """Reads the file.
 
         Raises:
-            ValueError: If the file cannot be read, has another ending, has no prompt, or has a bad line (which is named).
+            ValueError: If the file cannot be read, has another ending, has no prompt, or has a bad line, whose number
+                is in the message.
         """
         path = Path(self.path)
         readers = {".txt": _read_text_line, ".jsonl": _read_json_line}
@@ -142,9 +143,7 @@ class Lengths:
         if not 1 <= self.low <= self.high:
             raise ValueError(f"lengths must satisfy 1 <= low <= high, got low={self.low} and high={self.high}")
         if self.distribution not in ("uniform", "loguniform", "lognormal"):
-            raise ValueError(
-                f"the distribution must be uniform, loguniform or lognormal, got {self.distribution!r}"
-            )
+            raise ValueError(f"the distribution must be uniform, loguniform or lognormal, got {self.distribution!r}")
 
     def draw(self, rng: random.Random) -> int:
         """One length."""
@@ -278,7 +277,6 @@ def _are_messages(value: Any) -> bool:
         isinstance(value, list)
         and len(value) > 0
         and all(
-            isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str)
-            for m in value
+            isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str) for m in value
         )
     )

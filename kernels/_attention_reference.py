@@ -1,9 +1,9 @@
 """What the two reference attentions share: the step's plan, and attention over rows gathered from the paged cache.
 
 Keys and values are gathered by token, in groups of rows of similar length, and attended to with one large call per
-group. On a CPU that call is torch's flash attention, which reads grouped query heads without repeating keys and returns the
-log-sum-exp that attention sinks need; soft-capped scores, differing head sizes and other devices take an explicit
-path that computes in fp32.
+group. On a CPU that call is torch's flash attention, which reads grouped query heads without repeating keys and
+returns the log-sum-exp that attention sinks need; soft-capped scores, differing head sizes and other devices take an
+explicit path that computes in fp32.
 """
 
 from __future__ import annotations
@@ -118,9 +118,10 @@ def attend_sequence(
     keys, values = key_cache.view(-1, *key_cache.shape[2:]), value_cache.view(-1, num_kv_heads, value_dim)
     sinks = None if scoring.sinks is None else scoring.sinks.view(num_kv_heads, -1, 1)
     pieces = []
+    end = length - len(query)
     for piece in query.split(_QUERIES_PER_CALL):
-        end = length - len(query) + sum(map(len, pieces)) + len(piece)
-        begin = max(0, end - len(piece) - scoring.window + 1) if scoring.window else 0
+        begin = max(0, end - scoring.window + 1) if scoring.window else 0
+        end += len(piece)
         seen = slots[begin:end]
         attended = _attend(
             piece.unflatten(1, (num_kv_heads, -1)).permute(1, 2, 0, 3),

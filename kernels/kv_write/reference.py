@@ -21,8 +21,8 @@ def kv_write(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor,
     is_real = slots >= 0
     if not is_real.all():
         key, value, slots = key[is_real], value[is_real], slots[is_real]
-    key_cache.view(-1, *key.shape[1:]).index_copy_(0, slots, key)
-    value_cache.view(-1, *value.shape[1:]).index_copy_(0, slots, value)
+    key_cache.view(-1, *key.shape[1:])[slots] = key
+    value_cache.view(-1, *value.shape[1:])[slots] = value
 
 
 @kv_write.register_fake

@@ -62,5 +62,6 @@ def _(
     page_size: int,
     num_tokens: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    per_token = [rows.new_empty(num_tokens, dtype=torch.int64) for _ in range(3)]
-    return (*per_token, rows.new_empty(rows.shape[0] + 1), torch.empty_like(rows))
+    per_token = rows.new_empty(num_tokens, dtype=torch.int64)
+    cu_seqlens_q = rows.new_empty(rows.shape[0] + 1)
+    return per_token, torch.empty_like(per_token), torch.empty_like(per_token), cu_seqlens_q, torch.empty_like(rows)

@@ -1,8 +1,8 @@
 """`sample` in torch: the definition that other implementations are tested against.
 
-Rows are treated in three kinds. Greedy rows need one pass over the vocabulary. Filtered rows are cut down to the few
-tokens that can survive at all, and sorted, filtered and drawn among those. Rows that sample from the whole vocabulary
-are drawn one by one.
+Rows are treated by kind. Greedy rows need one pass over the vocabulary. Rows with filters are first cut down to the
+few tokens that can survive at all (a cheap bound), then sorted, filtered and drawn among those. Only rows that sample
+from the whole vocabulary draw random numbers for all of it.
 
 A draw is a race: each surviving token finishes after `E / weight`, where `weight` is its unnormalised probability and
 `E = -log(1 - u)` an exponential variate, and the first one wins. `u` comes from a counter-based generator and depends
@@ -21,8 +21,8 @@ from cbtriton.kernels._op import kernel_op
 
 _WORD_MASK = 0xFFFFFFFF
 _ROUNDS = 10
-# Rounding must not cut off a token that the exact filters would keep.
-_LOG_SLACK = 1e-3
+# Rounding of the bound must not cut off a token that the exact filters would keep.
+_BOUND_SLACK = 1 - 1e-3
 # Random numbers drawn at a time for rows without filters.
 _PIECE_NUMBERS = 1 << 16
 
@@ -56,10 +56,6 @@ class _Rows:
             self.min_p[index],
             self.seeds[index],
         )
-
-    @property
-    def is_filtered(self) -> Tensor:
-        return (self.top_k > 0) | (self.top_p < 1) | (self.min_p > 0)
 
 
 @kernel_op("sample_reference", mutates_args=("token_table",))
@@ -132,8 +128,11 @@ def sample(
             seeds=seeds[rows],
         )
         is_drawn = valid & ~is_greedy
-        for kind, draw in ((params.is_filtered, _draw_filtered), (~params.is_filtered, _draw_unfiltered)):
-            drawn = (is_drawn & kind).nonzero().squeeze(1)
+        has_top_k = params.top_k > 0
+        is_filtered = has_top_k | (params.top_p < 1) | (params.min_p > 0)
+        kinds = ((has_top_k, _draw_top_k), (is_filtered & ~has_top_k, _draw_nucleus), (~is_filtered, _draw_unfiltered))
+        for is_kind, draw in kinds:
+            drawn = (is_drawn & is_kind).nonzero().squeeze(1)
             if len(drawn):
                 tokens[drawn], drawn_logprobs = draw(logits[drawn].float(), params.select(drawn))
                 if return_logprobs:
@@ -199,8 +198,8 @@ def _exponential(words: Tensor) -> Tensor:
 
     The race is won at small values, where -log(1 - u) keeps its relative precision in fp32 and -log(u) would not.
     """
-    u = (words.to(torch.float32) + 0.5) * 2.0**-32
-    return -torch.log1p(-u.clamp(max=1 - 2.0**-24))
+    u = words.to(torch.float32).add_(0.5).mul_(2.0**-32)
+    return u.clamp_(max=1 - 2.0**-24).neg_().log1p_().neg_()
 
 
 def _suppress_eos(logits: Tensor, is_too_short: Tensor, eos_ids: Tensor) -> Tensor:
@@ -231,14 +230,44 @@ def _draw_unfiltered(logits: Tensor, params: _Rows) -> tuple[Tensor, Tensor]:
     return tokens.squeeze(1), (scores.gather(1, tokens) - scores.logsumexp(-1, keepdim=True)).squeeze(1)
 
 
-def _draw_filtered(logits: Tensor, params: _Rows) -> tuple[Tensor, Tensor]:
-    """Draws from the tokens that pass the filters. `logits [n, V]` fp32."""
+def _draw_top_k(logits: Tensor, params: _Rows) -> tuple[Tensor, Tensor]:
+    """Draws from rows with top-k, and possibly the other filters. `logits [n, V]` fp32."""
     scores = logits / params.temperature[:, None]
-    peak = scores.amax(-1, keepdim=True)
-    mass = (scores - peak).exp_().sum(-1, keepdim=True, dtype=torch.float64)
-    candidates, ids = _gather_candidates(scores, scores >= _lowest_candidate(scores, peak, mass, params))
+    best = scores.topk(int(params.top_k.max())).values
+    kth = best.gather(1, params.top_k[:, None] - 1)
+    removed_mass = torch.zeros_like(kth, dtype=torch.float64)
+    return _draw_candidates(*_gather_candidates(scores, scores >= kth), removed_mass, params)
+
+
+def _draw_nucleus(logits: Tensor, params: _Rows) -> tuple[Tensor, Tensor]:
+    """Draws from rows with top-p or min-p, without top-k. `logits [n, V]` fp32.
+
+    Tokens under `(1 - top_p) / V` have less than `1 - top_p` together, so top-p removes them all.
+    """
+    scores = logits / params.temperature[:, None]
+    weights = (scores - scores.amax(-1, keepdim=True)).exp_()
+    top_p_bound = weights.sum(-1, keepdim=True) * (1 - params.top_p[:, None]) / logits.shape[1]
+    is_candidate = weights >= torch.maximum(top_p_bound, params.min_p[:, None]) * _BOUND_SLACK
+    removed_mass = weights.masked_fill_(is_candidate, 0).sum(-1, keepdim=True).to(torch.float64)
+    return _draw_candidates(*_gather_candidates(scores, is_candidate), removed_mass, params)
+
+
+def _draw_candidates(candidates: Tensor, ids: Tensor, removed_mass: Tensor, params: _Rows) -> tuple[Tensor, Tensor]:
+    """Filters candidates exactly and draws among what is left.
+
+    Args:
+        candidates: `[n, C]` fp32 scores in order of token id, filled up with -inf.
+        ids: `[n, C]` int64, their token ids.
+        removed_mass: `[n, 1]` fp64, sum of `exp(score - best score)` of the tokens that are no candidates and count
+            for top-p.
+        params: The rows' parameters.
+
+    Returns:
+        `tokens [n]` int64 and `logprobs [n]` fp32.
+    """
+    peak = candidates.amax(-1, keepdim=True)
     if (params.top_p < 1).any():
-        candidates = _filter_top_p(candidates, peak, mass, params)
+        candidates = _filter_top_p(candidates, peak, removed_mass, params.top_p[:, None])
     if (params.min_p > 0).any():
         probs = candidates.softmax(-1)
         candidates = candidates.masked_fill(probs < params.min_p[:, None] * probs.amax(-1, keepdim=True), -torch.inf)
@@ -250,23 +279,8 @@ def _draw_filtered(logits: Tensor, params: _Rows) -> tuple[Tensor, Tensor]:
     noise = torch.full_like(candidates, torch.inf)
     noise[entries, columns] = _exponential(words.gather(1, survivors[:, None] % 4).squeeze(1))
     winner = ((candidates - peak).exp_() / noise).argmax(-1, keepdim=True)
-    logprobs = candidates.gather(1, winner).squeeze(1) - candidates.logsumexp(-1)
-    return ids.gather(1, winner).squeeze(1), logprobs
-
-
-def _lowest_candidate(scores: Tensor, peak: Tensor, mass: Tensor, params: _Rows) -> Tensor:
-    """`[n, 1]`: no token with a lower score can pass the row's filters.
-
-    With top-k that is the k-th best score. Otherwise a token under `(1 - top_p) / V` cannot be needed to reach
-    `top_p`: all tokens under it together have less than `1 - top_p`.
-    """
-    top_p_floor = mass * (1 - params.top_p[:, None]) / scores.shape[1]
-    floor = torch.maximum(top_p_floor, params.min_p[:, None]).log().float() + peak - _LOG_SLACK
-    largest_k = int(params.top_k.max())
-    if largest_k == 0:
-        return floor
-    kth = scores.topk(largest_k).values.gather(1, (params.top_k[:, None] - 1).clamp(min=0))
-    return kth.where(params.top_k[:, None] > 0, floor)
+    logprobs = candidates.gather(1, winner) - candidates.logsumexp(-1, keepdim=True)
+    return ids.gather(1, winner).squeeze(1), logprobs.squeeze(1)
 
 
 def _gather_candidates(scores: Tensor, is_candidate: Tensor) -> tuple[Tensor, Tensor]:
@@ -282,18 +296,11 @@ def _gather_candidates(scores: Tensor, is_candidate: Tensor) -> tuple[Tensor, Te
     return packed, packed_ids
 
 
-def _filter_top_p(candidates: Tensor, peak: Tensor, mass: Tensor, params: _Rows) -> Tensor:
-    """Removes candidates from the unlikely end while what is removed has at most `1 - top_p`.
-
-    `mass` is the sum of `exp(score - peak)` over the vocabulary. Of rows without top-k, the tokens that are no
-    candidates count as removed first; after top-k they do not count at all.
-    """
+def _filter_top_p(candidates: Tensor, peak: Tensor, removed_mass: Tensor, top_p: Tensor) -> Tensor:
+    """Removes candidates from the unlikely end while all that is removed has at most `1 - top_p`."""
     ascending, order = candidates.sort(dim=-1, stable=True)
-    weights = (ascending - peak).exp_().to(torch.float64)
-    candidate_mass = weights.sum(-1, keepdim=True)
-    total = candidate_mass.where(params.top_k[:, None] > 0, mass)
-    cumulative = ((weights.cumsum(-1) + (total - candidate_mass)) / total).float()
-    is_removed = cumulative <= 1 - params.top_p[:, None]
+    cumulative = (ascending - peak).exp_().cumsum(-1, dtype=torch.float64) + removed_mass
+    is_removed = (cumulative / cumulative[:, -1:]).float() <= 1 - top_p
     is_removed[:, -1] = False
-    is_removed &= params.top_p[:, None] < 1
+    is_removed &= top_p < 1
     return candidates.masked_fill(torch.zeros_like(is_removed).scatter_(1, order, is_removed), -torch.inf)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 
@@ -54,7 +56,7 @@ def varlen_attention(
     """
     scoring = Scoring(scale, window, softcap, sinks)
     begins, lengths = cu_seqlens_q.tolist(), seq_lens.tolist()
-    counts = [end - begin for begin, end in zip(begins, begins[1:], strict=False)]
+    counts = [end - begin for begin, end in pairwise(begins)]
     out = value_cache.new_empty(len(query), query.shape[1], value_cache.shape[3])
     out[begins[-1] :] = 0
     for i, count in enumerate(counts):
@@ -65,9 +67,7 @@ def varlen_attention(
         tokens = torch.tensor([begins[i] for i in singles], device=query.device)
         entries = torch.tensor(singles, device=query.device)
         single_lengths = [lengths[i] for i in singles]
-        out[tokens] = attend_single(
-            query[tokens], key_cache, value_cache, plan[entries], single_lengths, scoring
-        )
+        out[tokens] = attend_single(query[tokens], key_cache, value_cache, plan[entries], single_lengths, scoring)
     return out
 
 

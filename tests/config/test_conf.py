@@ -61,9 +61,7 @@ def test_default_yaml_has_the_fields_of_the_config_in_order_with_their_defaults(
     written = yaml.safe_load((CONF / "continuous_batching" / "default.yaml").read_text())
     assert written.pop("_target_") == "cbtriton.ContinuousBatchingConfig"
     assert written.pop("_convert_") == "all"
-    fields = {
-        f.name: f.default for f in dataclasses.fields(ContinuousBatchingConfig) if f.name not in DEPRECATED
-    }
+    fields = {f.name: f.default for f in dataclasses.fields(ContinuousBatchingConfig) if f.name not in DEPRECATED}
     assert list(written.items()) == list(fields.items())
     assert [type(value) for value in written.values()] == [type(value) for value in fields.values()]
     assert len(fields) == 26

@@ -72,9 +72,7 @@ class Step:
 
     def plan(self, implementation) -> Tensor:
         """The implementation's plan for this step."""
-        return implementation.plan(
-            self.block_tables, self.rows, self.seq_lens, self.key_cache.shape[1], self.max_kv
-        )
+        return implementation.plan(self.block_tables, self.rows, self.seq_lens, self.key_cache.shape[1], self.max_kv)
 
     @property
     def options(self) -> tuple:
@@ -101,7 +99,7 @@ def make_step(shape: Shape, dtype: torch.dtype, entries: list[tuple[int, int]], 
     key_cache = torch.full((num_blocks, shape.page_size, shape.num_kv_heads, shape.key_dim), torch.nan, dtype=dtype)
     value_cache = torch.full((*key_cache.shape[:3], shape.value_dim), torch.nan, dtype=dtype)
     tables = torch.zeros(len(entries), max_blocks, dtype=torch.int32)
-    for i, (row, (context, query)) in enumerate(zip(rows.tolist(), entries, strict=True)):
+    for i, (row, (context, _)) in enumerate(zip(rows.tolist(), entries, strict=True)):
         used = -(-lengths[i] // shape.page_size)
         tables[row, :used] = blocks[i * max_blocks : i * max_blocks + used]
         first_seen = max(0, context - shape.window + 1) if shape.window else 0

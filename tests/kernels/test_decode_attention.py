@@ -43,9 +43,7 @@ def test_every_shape_matches_fp64(implementation, oracles, attention_cases, shap
 def test_rows_of_any_mix_of_lengths_match_fp64(implementation, oracles, attention_cases, lengths) -> None:
     shape = attention_cases.Shape(num_heads=9, num_kv_heads=3, page_size=48)
     step = attention_cases.make_step(shape, torch.float32, [(length - 1, 1) for length in lengths])
-    torch.testing.assert_close(
-        _decode(implementation, step).double(), _expected(oracles, step), rtol=2e-5, atol=2e-5
-    )
+    torch.testing.assert_close(_decode(implementation, step).double(), _expected(oracles, step), rtol=2e-5, atol=2e-5)
 
 
 def test_a_row_gives_the_same_alone_and_beside_others(implementation, attention_cases) -> None:
@@ -69,9 +67,7 @@ def test_a_row_gives_the_same_alone_and_beside_others(implementation, attention_
         torch.testing.assert_close(alone[0], together[i], rtol=1e-6, atol=1e-6)
 
 
-def test_padding_rows_give_zeros_and_a_larger_max_kv_changes_nothing(
-    implementation, oracles, attention_cases
-) -> None:
+def test_padding_rows_give_zeros_and_a_larger_max_kv_changes_nothing(implementation, oracles, attention_cases) -> None:
     step = attention_cases.make_step(attention_cases.Shape(), torch.float32, [(0, 0), (20, 1), (0, 0)], num_padding=2)
     # Entry 1 owns query token 1; the padding rows have tokens of their own here.
     step.cu_seqlens_q.copy_(torch.tensor([1, 1, 2, 2]))
@@ -118,9 +114,7 @@ def test_blocks_beyond_two_to_the_31_elements(implementation) -> None:
     row, length = torch.zeros(1, dtype=torch.int32), torch.tensor([2], dtype=torch.int32)
     plan = implementation.plan(table, row, length, page_size, 2)
     query = torch.ones(1, 8, 256, dtype=torch.float16)
-    got = implementation.decode_attention(
-        query, key_cache, value_cache, table, row, length, plan, 1.0, 0, 0.0, None, 2
-    )
+    got = implementation.decode_attention(query, key_cache, value_cache, table, row, length, plan, 1.0, 0, 0.0, None, 2)
     assert (got == 2.0).all()
 
 

@@ -10,7 +10,7 @@ from cbtriton.kernels.kv_write.reference import kv_write
 
 
 def test_a_launcher_imported_from_outside_the_package_is_refused() -> None:
-    with pytest.raises(ImportError, match="sys.path"):
+    with pytest.raises(ImportError, match=r"sys\.path"):
 
         @kernel_op("never_registered")
         def launcher(x: torch.Tensor) -> torch.Tensor:

@@ -8,12 +8,7 @@ from dataclasses import dataclass, field, replace
 import pytest
 import torch
 from torch import Tensor
-from transformers import (
-    MinPLogitsWarper,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
+from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from cbtriton.kernels.sample.reference import philox
 
@@ -118,7 +113,9 @@ def test_kept_sets_are_those_of_transformers(implementation, kind, vocab) -> Non
         # Which of equally likely tokens top-p removes first depends on the sort, so scores are compared, not ids.
         score = logits[i].float()[tokens[i]] / t
         assert score in kept
-        torch.testing.assert_close(logprobs[i], score - kept.logsumexp(0), rtol=1e-5, atol=2e-5, msg=f"{k=} {p=} {m=} {t=}")
+        torch.testing.assert_close(
+            logprobs[i], score - kept.logsumexp(0), rtol=1e-5, atol=2e-5, msg=f"{k=} {p=} {m=} {t=}"
+        )
 
 
 @pytest.mark.parametrize(
@@ -261,7 +258,7 @@ def test_every_eos_is_suppressed_until_the_minimum_length(implementation, temper
         **filters,
         positions=[9, 10, 9],
         min_positions=[10, 10, 0],
-        eos_ids=[[11, 4, -1], [11, 4, -1], [11, 4, 99]],
+        eos_ids=[[11, 4, 99], [11, 4, -1], [11, 4, -1]],
     )
     tokens, logprobs, valid = batch.run(implementation)
     assert tokens[0] == 20

@@ -67,13 +67,9 @@ def test_every_mix_matches_fp64_and_padding_gives_zeros(
 @pytest.mark.parametrize("window", [0, 30, 700])
 @pytest.mark.parametrize("context", [0, 100])
 def test_long_prompts_match_fp64(implementation, oracles, attention_cases, context, window, softcap) -> None:
-    shape = attention_cases.Shape(
-        num_heads=1, num_kv_heads=1, key_dim=16, value_dim=16, window=window, softcap=softcap
-    )
+    shape = attention_cases.Shape(num_heads=1, num_kv_heads=1, key_dim=16, value_dim=16, window=window, softcap=softcap)
     step = attention_cases.make_step(shape, torch.float32, [(3, 1), (context, 1100), (5, 2)])
-    torch.testing.assert_close(
-        _varlen(implementation, step).double(), _expected(oracles, step), rtol=2e-5, atol=2e-5
-    )
+    torch.testing.assert_close(_varlen(implementation, step).double(), _expected(oracles, step), rtol=2e-5, atol=2e-5)
 
 
 def test_a_prompt_gives_the_same_whole_and_in_chunks(implementation, attention_cases) -> None:

@@ -185,9 +185,10 @@ def test_wrong_input_type_gives_the_plain_layers_error() -> None:
         layer(make_input(6).double())
 
 
-def test_compiles_to_one_graph() -> None:
+def test_compiles_to_one_graph_of_plain_products() -> None:
     layer, x = make_layer(), make_input(6)
     with packed(layer):
+        layer.weight.mul_(3)
         compiled = torch.compile(layer, fullgraph=True, backend="eager")
         torch.testing.assert_close(compiled(x).double(), exact(layer, x), rtol=1e-5, atol=1e-5)
 
@@ -323,7 +324,11 @@ def test_layers_that_are_not_plain_stay_as_they_are() -> None:
 
 def test_forward_hooks_still_run() -> None:
     layer, x = make_layer(), make_input(6)
-    layer.register_forward_hook(lambda module, args, output: torch.add(output, 1))
+
+    def add_one(module: nn.Module, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
+        return output + 1
+
+    layer.register_forward_hook(add_one)
     with packed(layer):
         torch.testing.assert_close(layer(x).double(), exact(layer, x) + 1, rtol=1e-5, atol=1e-5)
 

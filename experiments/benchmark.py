@@ -1,0 +1,292 @@
+"""Compares this engine with transformers' own `generate_batch`, alternately, on the workloads W1 to W4.
+
+    python experiments/benchmark.py --dtypes bf16 fp32 --repeats 3
+    python experiments/benchmark.py --quick
+
+Every measurement runs in a process of its own, so that its resident memory is its own and no engine warms up another.
+Engines take turns within a repeat, so that a slow minute of the machine hits both. Greedy, and no request ends early.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import itertools
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any, Literal
+
+from cbtriton.model_zoo import ModelSpec, demo_checkpoint, load_model
+from cbtriton.report import Percentiles, environment, first_token_times, inter_token_times
+from cbtriton.workloads import Lengths, Synthetic, Workload, benchmark_workload
+
+Engine = Literal["transformers", "cbtriton"]
+ENGINES: tuple[Engine, ...] = ("transformers", "cbtriton")
+
+_PAGES: dict[str, Any] = {"page_size": 32, "num_blocks": 1024}
+BEST: dict[Engine, dict[str, dict[str, Any]]] = {
+    # Found by trying page sizes, token budgets and request limits on the machine of the README's table.
+    "transformers": {
+        "W1": {**_PAGES, "max_batch_tokens": 1024},
+        "W2": {**_PAGES, "max_batch_tokens": 256, "max_requests_per_batch": 16},
+        "W3": {**_PAGES, "max_batch_tokens": 256, "max_requests_per_batch": 8},
+        "W4": {**_PAGES, "max_batch_tokens": 256, "max_requests_per_batch": 4},
+    },
+    # A page of 256 tokens would share only the first 256 of W3's common 384.
+    "cbtriton": {"W1": {}, "W2": {}, "W3": {"page_size": 32}, "W4": {}},
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """One run of one engine.
+
+    Attributes:
+        engine: Which one.
+        workload: Name of the workload.
+        dtype: Type of the weights.
+        config: `best` or `default`.
+        output_tokens: Tokens generated.
+        seconds: From the call to the last result, the engine's construction included.
+        output_tokens_per_s: Their ratio.
+        time_to_first_token: Over the requests.
+        inter_token_latency: Over all tokens of all requests.
+        resident_mib: Highest resident memory of the process, in MiB.
+    """
+
+    engine: Engine
+    workload: str
+    dtype: str
+    config: str
+    output_tokens: int
+    seconds: float
+    output_tokens_per_s: float
+    time_to_first_token: Percentiles
+    inter_token_latency: Percentiles
+    resident_mib: float
+
+
+def main() -> None:
+    """Measures what the arguments ask for, prints tables and writes a result file."""
+    arguments = parse_arguments()
+    if arguments.worker:
+        write_measurement(json.loads(arguments.worker), Path(arguments.output))
+        return
+    if arguments.model == "smollm2_135m":
+        demo_checkpoint()
+    measurements = list(measure_all(arguments))
+    print("\n" + markdown(measurements))
+    write_results(Path(arguments.output), arguments, measurements)
+    print(f"wrote {arguments.output}")
+
+
+def parse_arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dtypes", nargs="+", default=["bf16"], choices=["fp32", "bf16", "fp16"])
+    parser.add_argument("--workloads", nargs="+", default=["W1", "W2", "W3", "W4"])
+    parser.add_argument("--configs", nargs="+", default=["best"], choices=["best", "default"])
+    parser.add_argument("--engines", nargs="+", default=list(ENGINES), choices=ENGINES)
+    parser.add_argument("--repeats", type=int, default=3, help="runs of each engine (default: 3)")
+    parser.add_argument("--model", default="smollm2_135m", choices=["smollm2_135m", "tiny_random"])
+    parser.add_argument("--quick", action="store_true", help="an eighth of each workload, for a look")
+    parser.add_argument("--output", default="experiments/results/benchmark.json", help="result file")
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def measure_all(arguments: argparse.Namespace) -> Iterator[Measurement]:
+    """Runs every combination in processes of their own, engines alternating, and shows each result as it comes."""
+    print(table_header())
+    combinations = itertools.product(
+        arguments.dtypes, arguments.configs, arguments.workloads, range(arguments.repeats), arguments.engines
+    )
+    for dtype, config, workload, _, engine in combinations:
+        task = {"engine": engine, "workload": workload, "dtype": dtype, "config": config}
+        found = in_own_process({**task, "model": arguments.model, "quick": arguments.quick})
+        print(table_row(found), flush=True)
+        yield found
+
+
+def in_own_process(task: dict[str, Any]) -> Measurement:
+    """Runs one measurement in a new interpreter.
+
+    Raises:
+        RuntimeError: If it failed; its last words are in the message.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        output = Path(folder) / "measurement.json"
+        command = [sys.executable, __file__, "--worker", json.dumps(task), "--output", str(output)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode or not output.exists():
+            raise RuntimeError(f"{task} failed:\n{done.stderr[-3000:]}")
+        fields = json.loads(output.read_text())
+    for name in ("time_to_first_token", "inter_token_latency"):
+        fields[name] = Percentiles(**fields[name])
+    return Measurement(**fields)
+
+
+def write_measurement(task: dict[str, Any], output: Path) -> None:
+    """Runs one measurement in this process and writes it to a file."""
+    loaded = load_model(ModelSpec(task["model"], dtype=task["dtype"]))
+    workload = shortened(benchmark_workload(task["workload"]), task["quick"]).build(
+        None, loaded.model.config.vocab_size
+    )
+    settings = BEST[task["engine"]][task["workload"]] if task["config"] == "best" else {}
+    started = time.perf_counter()
+    outputs = ENGINE_RUNS[task["engine"]](loaded.model, workload, settings)
+    seconds = time.perf_counter() - started
+    num_tokens = sum(len(output.generated_tokens) for output in outputs)
+    if num_tokens != sum(workload.max_new_tokens):
+        raise RuntimeError(f"expected {sum(workload.max_new_tokens)} tokens, got {num_tokens}")
+    first, between = Percentiles.of(first_token_times(outputs)), Percentiles.of(inter_token_times(outputs))
+    if first is None or between is None:
+        raise RuntimeError("the engine recorded no timestamps")
+    measurement = Measurement(
+        engine=task["engine"],
+        workload=task["workload"],
+        dtype=task["dtype"],
+        config=task["config"],
+        output_tokens=num_tokens,
+        seconds=seconds,
+        output_tokens_per_s=num_tokens / seconds,
+        time_to_first_token=first,
+        inter_token_latency=between,
+        resident_mib=peak_resident_mib(),
+    )
+    output.write_text(json.dumps(dataclasses.asdict(measurement)))
+
+
+def run_transformers(model: Any, workload: Workload, settings: dict[str, Any]) -> list[Any]:
+    """The workload through transformers' own engine."""
+    from transformers import ContinuousBatchingConfig
+
+    return run_batch(model, workload, ContinuousBatchingConfig(**settings))
+
+
+def run_cbtriton(model: Any, workload: Workload, settings: dict[str, Any]) -> list[Any]:
+    """The workload through this engine."""
+    import cbtriton
+
+    return run_batch(cbtriton.enable(model), workload, cbtriton.ContinuousBatchingConfig(**settings))
+
+
+ENGINE_RUNS = {"transformers": run_transformers, "cbtriton": run_cbtriton}
+
+
+def run_batch(model: Any, workload: Workload, config: Any) -> list[Any]:
+    """Finished outputs of the workload; both engines are driven by the same calls.
+
+    `generate_batch` knows one limit for all requests. Where they differ, the calls that it consists of are made here.
+    """
+    from transformers import GenerationConfig
+
+    greedy = GenerationConfig(
+        do_sample=False, eos_token_id=-1, pad_token_id=0, max_new_tokens=max(workload.max_new_tokens)
+    )
+    prompts = [list(prompt) for prompt in workload.prompts]
+    if len(set(workload.max_new_tokens)) == 1:
+        finished = model.generate_batch(
+            prompts, generation_config=greedy, continuous_batching_config=config, record_timestamps=True
+        )
+        return list(finished.values())
+    with model.continuous_batching_context_manager(
+        generation_config=greedy, continuous_batching_config=config
+    ) as manager:
+        for prompt, limit in zip(prompts, workload.max_new_tokens, strict=True):
+            manager.add_request(prompt, max_new_tokens=limit, record_timestamps=True)
+        outputs = []
+        while len(outputs) < len(prompts):
+            if (output := manager.get_result(timeout=1)) is not None and output.is_finished():
+                outputs.append(output)
+            elif output is None and not manager.is_running():
+                raise RuntimeError("the engine stopped before its requests were done")
+    return outputs
+
+
+def shortened(source: Synthetic, quick: bool) -> Synthetic:
+    """The workload itself, or a small relative of it with fewer requests and new tokens."""
+    if not quick:
+        return source
+    low, high = max(2, source.new_tokens.low // 8), max(2, source.new_tokens.high // 8)
+    return dataclasses.replace(
+        source,
+        num_requests=max(2, source.num_requests // 8),
+        new_tokens=Lengths(low, high, source.new_tokens.distribution),
+    )
+
+
+def peak_resident_mib() -> float:
+    """Highest resident memory of this process so far, in MiB."""
+    with contextlib.suppress(OSError), open("/proc/self/status", encoding="utf-8") as status:
+        for line in status:
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) / 1024
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1024 * (1024 if sys.platform == "darwin" else 1))
+
+
+def table_header() -> str:
+    """The line above the rows."""
+    times = f"{'first token p50/p95':>22}{'inter-token p50/p95':>22}"
+    return f"{'dtype':6}{'config':9}{'workload':10}{'engine':14}{'tokens/s':>9}{times}{'resident':>11}"
+
+
+def table_row(m: Measurement) -> str:
+    """One aligned line."""
+    first, between = m.time_to_first_token, m.inter_token_latency
+    return (
+        f"{m.dtype:6}{m.config:9}{m.workload:10}{m.engine:14}{m.output_tokens_per_s:9.1f}"
+        f"{f'{first.p50_ms / 1000:.2f} / {first.p95_ms / 1000:.2f} s':>22}"
+        f"{f'{between.p50_ms:.0f} / {between.p95_ms:.0f} ms':>22}{m.resident_mib / 1024:7.2f} GiB"
+    )
+
+
+def markdown(measurements: Sequence[Measurement]) -> str:
+    """Medians over the repeats, one row per engine, with the ratio of throughputs."""
+    lines = [
+        "| dtype | configuration | workload | engine | output tokens/s | ratio | first token p50 / p95 (s) "
+        "| inter-token p50 / p95 (ms) | resident (GiB) |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    groups: dict[tuple[str, str, str, Engine], list[Measurement]] = {}
+    for m in measurements:
+        groups.setdefault((m.dtype, m.config, m.workload, m.engine), []).append(m)
+    for (dtype, config, workload, engine), runs in sorted(groups.items(), key=lambda item: item[0][:3]):
+        baseline = groups.get((dtype, config, workload, "transformers"), runs)
+        rate = median(m.output_tokens_per_s for m in runs)
+        ratio = rate / median(m.output_tokens_per_s for m in baseline)
+        first = [median(getattr(m.time_to_first_token, p) for m in runs) / 1000 for p in ("p50_ms", "p95_ms")]
+        between = [median(getattr(m.inter_token_latency, p) for m in runs) for p in ("p50_ms", "p95_ms")]
+        resident = max(m.resident_mib for m in runs) / 1024
+        lines.append(
+            f"| {dtype} | {config} | {workload} | {engine} | {rate:.1f} | {ratio:.2f} "
+            f"| {first[0]:.2f} / {first[1]:.2f} | {between[0]:.0f} / {between[1]:.0f} | {resident:.2f} |"
+        )
+    return "\n".join(lines)
+
+
+def write_results(path: Path, arguments: argparse.Namespace, measurements: Sequence[Measurement]) -> None:
+    """Writes every measurement, what was asked for and where it ran."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    asked = {name: value for name, value in vars(arguments).items() if name != "worker"}
+    result = {
+        "asked": asked,
+        "environment": environment(),
+        "best": BEST,
+        "measurements": [dataclasses.asdict(measurement) for measurement in measurements],
+    }
+    path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,132 @@
+"""The command, end to end: what it answers, what it writes, and how it takes a user's mistake."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hydra import compose, initialize_config_module
+
+from cbtriton import cli
+from cbtriton.model_zoo import CharTokenizer, ModelSpec, load_model
+
+COMMAND = Path(sys.executable).with_name("cbtriton")
+QUIET = ("model=tiny_random", "model.device=cpu", "progress_bar=false")
+
+
+def run_here(output_dir: Path, *overrides: str) -> dict[str, Any]:
+    with initialize_config_module("cbtriton.conf", version_base="1.3"):
+        cfg = compose("config", overrides=[*QUIET, *overrides])
+    cli.run(cfg, output_dir)
+    return json.loads((output_dir / "result.json").read_text())
+
+
+def run_command(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([COMMAND, *arguments], cwd=folder, capture_output=True, text=True, check=False)
+
+
+def test_the_answers_are_those_of_the_plain_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "p.txt").write_text("What is it?\nHello!\n" + "A longer prompt. " * 20)
+    result = run_here(tmp_path, "workload=file", f"workload.path={tmp_path / 'p.txt'}", "generation.max_new_tokens=12")
+    model = load_model(ModelSpec("tiny_random", device="cpu")).model
+    printed = capsys.readouterr().out
+    assert len(result["requests"]) == 3
+    for request in result["requests"]:
+        ids = torch.tensor([request["prompt_ids"]])
+        expected = model.generate(ids, max_new_tokens=12, do_sample=False)[0, ids.shape[1] :].tolist()
+        assert request["generated_tokens"] == expected
+        assert CharTokenizer().decode(expected, skip_special_tokens=True).strip() in printed
+    assert "> What is it?" in printed
+    assert "time to first token" in printed
+
+
+def test_the_result_tells_what_was_asked_what_was_decided_and_what_it_cost(tmp_path: Path) -> None:
+    result = run_here(
+        tmp_path,
+        "workload=synthetic",
+        "workload.num_requests=5",
+        "workload.new_tokens.low=4",
+        "workload.new_tokens.high=4",
+        "continuous_batching.page_size=16",
+        "kernels/sample=reference",
+    )
+    assert result["summary"]["output_tokens"] == 5 * 4
+    assert result["summary"]["num_failed"] == 0
+    assert result["summary"]["inter_token_latency"]["p50_ms"] > 0
+    assert result["stats"]["steps"] >= 4
+    assert result["asked"]["kernels"]["sample"] == "reference"
+    assert result["engine_config"]["page_size"] == 16
+    decided = {decision["field"] for decision in result["engine_config"]["decisions"]}
+    assert {"num_blocks", "seed"} <= decided
+    assert (tmp_path / "timeline.png").stat().st_size > 10_000
+
+
+def test_sequences_of_one_prompt_stand_beside_each_other(tmp_path: Path) -> None:
+    result = run_here(
+        tmp_path,
+        "workload=synthetic",
+        "workload.num_requests=2",
+        "generation=sampling",
+        "+generation.num_return_sequences=2",
+        "continuous_batching.seed=1",
+    )
+    ids = [request["request_id"] for request in result["requests"]]
+    assert ids == ["req_0", "req_0__child#0", "req_1", "req_1__child#0"]
+
+
+def test_a_seed_makes_a_run_repeatable(tmp_path: Path) -> None:
+    def tokens(seed: int) -> list[list[int]]:
+        result = run_here(
+            tmp_path,
+            "workload=synthetic",
+            "workload.num_requests=3",
+            "generation=sampling",
+            f"continuous_batching.seed={seed}",
+        )
+        return [request["generated_tokens"] for request in result["requests"]]
+
+    first = tokens(3)
+    assert tokens(3) == first
+    assert tokens(4) != first
+
+
+def test_the_installed_command_writes_into_its_own_folder_and_says_where(tmp_path: Path) -> None:
+    done = run_command(tmp_path, *QUIET, "workload=synthetic", "workload.num_requests=2", "hydra.run.dir=here")
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "here" / "result.json").exists()
+    assert (tmp_path / "here" / "timeline.png").exists()
+    assert "here/result.json" in done.stdout
+
+
+def test_a_users_mistake_is_one_line_and_exit_code_1(tmp_path: Path) -> None:
+    done = run_command(tmp_path, *QUIET, "continuous_batching.page_size=2")
+    assert done.returncode == 1
+    lines = done.stderr.splitlines()
+    assert len(lines) == 1
+    assert lines[0].startswith("cbtriton: page_size must be at least 4, got 2")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["workload=file", "workload.path=none.txt"], "cannot read the prompt file 'none.txt'"),
+        (["+generation.num_beams=4"], "num_beams"),
+        (["+generation.temprature=4"], "generation has no field temprature"),
+        (["kernels.sample=fast"], "fast"),
+    ],
+)
+def test_mistakes_that_show_late_are_named_too(tmp_path: Path, overrides: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        run_here(tmp_path, *overrides)
+
+
+def test_help_shows_groups_and_examples(tmp_path: Path) -> None:
+    done = run_command(tmp_path, "--help")
+    assert done.returncode == 0
+    for expected in ("model: hub, smollm2_135m, tiny_random", "workload=file workload.path=", "page_size: 256"):
+        assert expected in done.stdout

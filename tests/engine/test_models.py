@@ -1,0 +1,119 @@
+"""Other architectures answer like plain `generate`; those that would answer wrongly are refused by name."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForSeq2SeqLM,
+    BartConfig,
+    BertConfig,
+    Gemma2Config,
+    GPT2Config,
+    GptOssConfig,
+    MistralConfig,
+    Qwen2Config,
+    Qwen3NextConfig,
+)
+
+import cbtriton
+from cbtriton import UnsupportedModelError
+from cbtriton.manager import ContinuousBatchingManager
+
+SIZES = {
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 128,
+    "intermediate_size": 128,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.3,
+}
+CONFIGS = {
+    "mistral_window": MistralConfig(**SIZES, sliding_window=8, head_dim=24),
+    "qwen2_bias": Qwen2Config(**SIZES),
+    "gemma2_softcap_and_window": Gemma2Config(
+        **SIZES, head_dim=16, sliding_window=8, attn_logit_softcapping=5.0, final_logit_softcapping=10.0
+    ),
+    "gpt2_learned_positions": GPT2Config(
+        n_embd=64, n_layer=2, n_head=4, vocab_size=128, n_positions=256, initializer_range=0.3
+    ),
+    "gpt_oss_sinks": GptOssConfig(
+        **SIZES, head_dim=16, sliding_window=8, num_local_experts=2, num_experts_per_tok=1, rope_parameters=None
+    ),
+    "llama_multi_query": None,
+}
+
+
+@pytest.fixture(scope="module", params=CONFIGS, ids=list(CONFIGS))
+def variant(request, tools):
+    config = CONFIGS[request.param] or tools.llama_config(num_key_value_heads=1)
+    return cbtriton.enable(tools.build(config))
+
+
+@pytest.mark.parametrize("config", [{"page_size": 16}, {"page_size": 4, "max_batch_tokens": 7, "num_blocks": 60}])
+def test_the_architecture_answers_like_plain_generate(variant, tools, config):
+    prompts = [tools.prompt(length) for length in (1, 7, 9, 33)]
+    outputs = variant.generate_batch(prompts * 2, tools.options(), tools.small(**config), max_new_tokens=20)
+    assert tools.tokens(outputs) == [tools.plain_greedy(variant, prompt, 20) for prompt in prompts] * 2
+
+
+def test_a_bfloat16_model_stays_near_its_dense_log_probabilities(tools):
+    model = cbtriton.enable(tools.build(tools.llama_config()).to(torch.bfloat16))
+    prompts = [tools.prompt(length) for length in (5, 20)]
+    config = tools.small(return_logprobs=True)
+    outputs = model.generate_batch(prompts, tools.options(), config, max_new_tokens=10)
+    for prompt, output in zip(prompts, outputs.values(), strict=True):
+        dense = tools.dense_logprobs(model, prompt, output.generated_tokens).float()
+        chosen = dense[torch.arange(10), output.generated_tokens]
+        # bf16 keeps 8 bits: logits of a size of about 20 are known to 0.1 or so.
+        assert (torch.tensor(output.logprobs) - chosen).abs().max() < 0.5
+
+
+def linear_layers():
+    sizes = SIZES | {"num_hidden_layers": 4}
+    return Qwen3NextConfig(**sizes, head_dim=16, num_experts=2, num_experts_per_tok=1)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            lambda tools: AutoModelForSeq2SeqLM.from_config(
+                BartConfig(d_model=32, encoder_layers=1, decoder_layers=1, vocab_size=128, max_position_embeddings=64)
+            ),
+            "BartForConditionalGeneration is an encoder-decoder",
+        ),
+        (lambda tools: tools.build(linear_layers()), "Qwen3NextForCausalLM has layers of type linear_attention"),
+        (
+            lambda tools: tools.build(BertConfig(**{k: v for k, v in SIZES.items() if k != "num_key_value_heads"})),
+            "BertLMHeadModel|BertSelfAttention is not causal",
+        ),
+    ],
+    ids=["encoder_decoder", "linear_attention", "bidirectional"],
+)
+def test_a_model_that_cannot_be_paged_is_refused_by_name_in_the_callers_thread(tools, make, message):
+    model = cbtriton.enable(make(tools))
+    before = (model.config._attn_implementation, model.training)
+    with pytest.raises(UnsupportedModelError, match=message):
+        model.init_continuous_batching(tools.options(), tools.small())
+    with pytest.raises(UnsupportedModelError, match=message):
+        model.generate_batch([[1, 2]], tools.options(), tools.small(), max_new_tokens=1)
+    assert (model.config._attn_implementation, model.training) == before
+
+
+def test_a_model_whose_paged_logits_differ_is_refused_before_the_first_request(tools, model):
+    attention = model.model.layers[1].self_attn
+    # Depends on what else is in the batch, which no attention interface tells.
+    hook = attention.register_forward_pre_hook(
+        lambda module, args, kwargs: (args, kwargs | {"hidden_states": kwargs["hidden_states"].cumsum(1)}),
+        with_kwargs=True,
+    )
+    manager = ContinuousBatchingManager(model, tools.options(), tools.small())
+    with pytest.raises(UnsupportedModelError, match="gives other logits when its sequences are packed and paged"):
+        manager.start()
+    assert model.config._attn_implementation == "sdpa"
+    hook.remove()
+    manager.start()
+    manager.destroy()

@@ -1,0 +1,106 @@
+"""The commands, the example and the notebooks that readers are told to run."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import pytest
+from hydra import compose, initialize_config_module
+from nbclient import NotebookClient
+
+from cbtriton import cli
+from cbtriton.model_zoo import CharTokenizer, ModelSpec, load_model
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+
+
+COMMANDS = [line for block in blocks("bash") for line in block.splitlines()]
+HYDRA_COMMANDS = [line for line in COMMANDS if line.startswith("cbtriton ")]
+SCRIPTS = [line for line in COMMANDS if line.startswith("python ")]
+TARGETS = [line for line in COMMANDS if line.startswith("make ")]
+
+
+def test_every_command_of_the_readme_is_of_a_kind_that_is_tested_here() -> None:
+    assert sorted(COMMANDS) == sorted(HYDRA_COMMANDS + SCRIPTS + TARGETS)
+    assert {"make demo", "make test"} <= set(TARGETS)
+    assert len(HYDRA_COMMANDS) >= 6
+    assert SCRIPTS
+
+
+@pytest.mark.parametrize("command", TARGETS)
+def test_make_targets_of_the_readme_exist(command: str) -> None:
+    done = subprocess.run([*shlex.split(command), "--dry-run"], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("checkpoint")
+    load_model(ModelSpec("tiny_random", device="cpu")).model.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("command", HYDRA_COMMANDS)
+def test_commands_of_the_readme_run(
+    command: str, tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In this process, on the tiny model and with the first value of each sweep."""
+    (tmp_path / "prompts.txt").write_text("one\ntwo\n")
+    monkeypatch.chdir(tmp_path)
+    given = [word for word in shlex.split(command)[1:] if word != "-m"]
+    overrides = [word.replace("path/to/checkpoint", str(checkpoint)).split(",")[0] for word in given]
+    overrides += ["model.device=cpu", "progress_bar=false"]
+    if not any(word.startswith("model=") for word in given):
+        overrides.append("model=tiny_random")
+    if not any(word.startswith("generation.max_new_tokens=") for word in given):
+        overrides.append("generation.max_new_tokens=4")
+    with initialize_config_module("cbtriton.conf", version_base="1.3"):
+        cfg = compose("config", overrides=overrides)
+    cli.run(cfg, tmp_path)
+    assert (tmp_path / "result.json").exists()
+    assert (tmp_path / "timeline.png").exists()
+
+
+@pytest.mark.parametrize("command", SCRIPTS)
+def test_scripts_of_the_readme_know_their_options(command: str) -> None:
+    done = subprocess.run(
+        [sys.executable, *shlex.split(command)[1:], "--help"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_example_of_the_readme_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    (example,) = blocks("python")
+    assert 'ModelSpec("smollm2_135m")' in example
+    names: dict[str, Any] = {}
+    exec(example.replace('"smollm2_135m"', '"tiny_random"'), names)
+    printed = capsys.readouterr().out.splitlines()
+    assert len(printed) == 2
+    expected = CharTokenizer().decode(names["output"].generated_tokens)
+    assert printed[-1] == expected
+
+
+def test_the_map_of_the_readme_names_every_module() -> None:
+    text = (ROOT / "README.md").read_text()
+    listed = set(re.findall(r"`(\w+)`", text))
+    modules = {path.stem for path in (ROOT / "cbtriton").glob("*.py")} - {"__init__"}
+    assert modules <= listed
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "notebooks").glob("*.ipynb")), ids=lambda path: path.name)
+def test_notebooks_run_from_top_to_bottom(path: Path) -> None:
+    notebook: Any = nbformat.read(path, as_version=4)
+    NotebookClient(notebook, timeout=300, kernel_name="python3").execute()
+    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    assert all(cell.execution_count for cell in code)
+    assert not [output for cell in code for output in cell.outputs if output.output_type == "error"]

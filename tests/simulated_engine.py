@@ -1,0 +1,316 @@
+"""An engine without tensors: the real scheduler and block manager, a simulated cache and a model that is a formula.
+
+The cache holds, for each token, a fingerprint of the whole prefix up to it, as keys and values of a real model do. A
+step reads the fingerprints of all positions that its rows attend to: a block that is stale, forked wrongly, shared
+with the wrong request, written twice or freed too early shows at once.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from cbtriton.block_manager import NULL_BLOCK, BlockManager
+from cbtriton.plan import BatchPlan, SampledToken, ScheduledRow, StepResult
+from cbtriton.request import GenerationOutput, Request, RequestStatus, SamplingParams, StopRules
+from cbtriton.scheduler import FIFO, Scheduler, SchedulerLimits, SchedulingPolicy
+from cbtriton.stopping import StopChecker
+
+VOCAB_SIZE = 11
+EOS = 0
+BROKEN_SEED = -1  # a request with this seed gets unusable logits
+
+
+def fingerprints(token_ids: Sequence[int]) -> list[int]:
+    """One number per position that stands for all tokens up to it."""
+    values, value = [], 0
+    for token in token_ids:
+        value = (value * 1_000_003 + token + 1) % (2**61 - 1)
+        values.append(value)
+    return values
+
+
+def next_token(fingerprint: int, seed: int) -> int:
+    """The model and its sampler."""
+    return ((fingerprint + 7919 * seed) * 2_654_435_761 >> 16) % VOCAB_SIZE
+
+
+def answer(request: Request) -> list[int]:
+    """What the request generates when it runs alone on a machine without limits."""
+    tokens, generated = list(request.prompt_ids), []
+    while len(generated) < request.stop.max_new_tokens:
+        generated.append(next_token(fingerprints(tokens)[-1], request.sampling.seed))
+        tokens.append(generated[-1])
+        if generated[-1] in request.stop.eos_token_ids:
+            break
+    return generated
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """What one position of the cache holds: a prefix, computed with the weights of that time."""
+
+    fingerprint: int
+    weights: int
+
+
+class SimulatedCache(BlockManager):
+    """Block manager and blocks in one: a block forgets what it holds the moment it becomes nobody's.
+
+    Attributes:
+        contents: What each position of each block holds; None where nothing was written.
+        sealed: Blocks that an index or several tables referred to at the last `seal`, and that are still alive: what
+            is written in them must not be written again.
+    """
+
+    def __init__(self, num_blocks: int, page_size: int, share_blocks: bool) -> None:
+        super().__init__(num_blocks, page_size, share_blocks)
+        self.contents: list[list[Entry | None]] = [[None] * page_size for _ in range(num_blocks + 1)]
+        self.sealed: set[int] = set()
+
+    def seal(self) -> None:
+        self.sealed = set(self._contents)
+        self.sealed |= {block_id for block_id, count in enumerate(self._ref_counts) if count > 1}
+
+    def _give_back(self, block_id: int) -> None:
+        super()._give_back(block_id)
+        self.contents[block_id] = [None] * self.page_size
+        self.sealed.discard(block_id)
+
+
+@dataclass(slots=True)
+class DeviceRow:
+    """A row of the request table."""
+
+    tokens: list[int]
+    prompt_length: int
+    seed: int
+    weights: int
+    fingerprints: list[int]
+
+
+class SimulatedEngine:
+    """Steps the scheduler as the engine does, and checks each plan while it runs it.
+
+    Args:
+        depth: Steps that may be in flight when the next one is planned.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_blocks: int = 16,
+        page_size: int = 4,
+        max_batch_tokens: int = 32,
+        max_requests: int = 8,
+        safety_margin: float = 0.0,
+        max_decode_blocks: int = 1000,
+        share_blocks: bool = True,
+        policy: SchedulingPolicy = FIFO,
+        depth: int = 0,
+    ) -> None:
+        self.blocks = SimulatedCache(num_blocks, page_size, share_blocks)
+        self.limits = SchedulerLimits(max_batch_tokens, max_requests, safety_margin, max_decode_blocks)
+        self.scheduler = Scheduler(policy, self.blocks, self.limits, StopChecker(lambda: None).check)
+        self.depth = depth
+        self.plans: list[BatchPlan] = []
+        self.updates: list[GenerationOutput] = []
+        self.finals: list[GenerationOutput] = []
+        self.requests: list[Request] = []
+        self._in_flight: deque[tuple[BatchPlan, StepResult]] = deque()
+        self._rows: dict[int, DeviceRow] = {}
+        self._tables: dict[int, dict[int, int]] = {}
+        self._weights = 0
+
+    # ----------------------------------------------------------------------------------------- requests
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that fit the cache."""
+        return self.blocks.num_blocks * self.blocks.page_size
+
+    def add(
+        self,
+        request_id: str,
+        prompt: Sequence[int],
+        max_new_tokens: int = 4,
+        *,
+        seed: int = 0,
+        eos: bool = False,
+        streaming: bool = False,
+        salt: str | None = None,
+        parent_id: str | None = None,
+    ) -> Request:
+        """Adds a request that fits, as the manager makes sure."""
+        assert len(prompt) + max_new_tokens - 1 <= self.capacity
+        request = Request(
+            request_id,
+            list(prompt),
+            SamplingParams(seed=seed),
+            StopRules(max_new_tokens, frozenset({EOS}) if eos else frozenset()),
+            streaming=streaming,
+            cache_salt=salt,
+            parent_id=parent_id,
+        )
+        self.scheduler.add(request)
+        self.requests.append(request)
+        return request
+
+    def add_family(self, request_id: str, prompt: Sequence[int], max_new_tokens: int, size: int, **kwargs) -> None:
+        """Adds a request with `size - 1` children, each with a seed of its own."""
+        self.add(request_id, prompt, max_new_tokens, **kwargs)
+        for child in range(1, size):
+            child_id = f"{request_id}__child#{child - 1}"
+            self.add(child_id, prompt, max_new_tokens, parent_id=request_id, **kwargs | {"seed": child})
+
+    def cancel(self, request_id: str) -> list[GenerationOutput]:
+        """Cancels a request."""
+        outputs = self.scheduler.cancel(request_id)
+        self._deliver(outputs)
+        return outputs
+
+    def change_weights(self) -> None:
+        """Updates the model between steps, as a pause does."""
+        while self._in_flight:
+            self._commit_oldest()
+        self._weights += 1
+        self.scheduler.reset_prefix_cache()
+
+    # -------------------------------------------------------------------------------------------- steps
+
+    def step(self) -> BatchPlan | None:
+        """Launches a step if there is one, and commits the oldest one in flight when it is its turn."""
+        self.blocks.seal()
+        plan = self.scheduler.schedule()
+        is_launched = isinstance(plan, BatchPlan)
+        if is_launched:
+            self._check_shape(plan)
+            self._in_flight.append((plan, self._run(plan)))
+            self.plans.append(plan)
+        elif not self._in_flight:
+            assert not self.scheduler.has_requests, "requests wait for nothing"
+        if self._in_flight and (not is_launched or len(self._in_flight) > self.depth):
+            self._commit_oldest()
+        self.check()
+        return plan if is_launched else None
+
+    def run(self, max_steps: int | None = None) -> dict[str, list[int]]:
+        """Steps until all requests have ended; returns the tokens of each."""
+        work = sum(len(request.prompt_ids) + request.stop.max_new_tokens for request in self.requests)
+        limit = len(self.plans) + (2 * work + 10 if max_steps is None else max_steps)
+        while self.scheduler.has_requests or self._in_flight:
+            self.step()
+            assert len(self.plans) <= limit, "the requests do not get on"
+        self.check_end()
+        return {output.request_id: output.generated_tokens for output in self.finals}
+
+    def _commit_oldest(self) -> None:
+        self._deliver(self.scheduler.commit(*self._in_flight.popleft()))
+
+    def _deliver(self, outputs: list[GenerationOutput]) -> None:
+        self.updates += outputs
+        self.finals += [output for output in outputs if output.is_finished()]
+
+    # ------------------------------------------------------------------------------------------- device
+
+    def _run(self, plan: BatchPlan) -> StepResult:
+        for start in plan.row_starts:
+            self._rows[start.row] = DeviceRow(
+                list(start.token_ids), start.prompt_length, start.sampling.seed, self._weights, []
+            )
+        for update in plan.table_updates:
+            table = self._tables.setdefault(update.row, {})
+            table.update(enumerate(update.block_ids, update.first_index))
+        self._copy_blocks(plan)
+        owners: dict[int, int] = {}
+        for row in plan.rows:
+            self._write(row, owners)
+        for row in plan.rows:
+            self._read(row)
+        return StepResult(tuple(self._sample(row) for row in plan.rows if row.samples))
+
+    def _copy_blocks(self, plan: BatchPlan) -> None:
+        sources = {copy.source for copy in plan.block_copies}
+        targets = [copy.target for copy in plan.block_copies]
+        assert len(set(targets)) == len(targets)
+        assert sources.isdisjoint(targets), "a copy reads what another one writes"
+        for copy in plan.block_copies:
+            assert copy.target not in self.blocks.sealed
+            self.blocks.contents[copy.target] = list(self.blocks.contents[copy.source])
+
+    def _write(self, row: ScheduledRow, owners: dict[int, int]) -> None:
+        """Writes the row's new keys and values; `owners` says which row wrote each block in this step."""
+        state, page_size = self._rows[row.row], self.blocks.page_size
+        end = row.start + row.count
+        assert len(state.tokens) >= end, "a token runs before it was sampled"
+        state.fingerprints = fingerprints(state.tokens[:end])
+        for position in range(row.start, end):
+            block_id, offset = self._tables[row.row][position // page_size], position % page_size
+            assert block_id != NULL_BLOCK
+            assert owners.setdefault(block_id, row.row) == row.row, "two rows write one block in one step"
+            is_written = self.blocks.contents[block_id][offset] is not None
+            assert not (is_written and block_id in self.blocks.sealed), "what others may read is written again"
+            self.blocks.contents[block_id][offset] = Entry(state.fingerprints[position], self._weights)
+
+    def _read(self, row: ScheduledRow) -> None:
+        """Attends to everything up to the row's last token, through the row's own block table on the device."""
+        state, page_size = self._rows[row.row], self.blocks.page_size
+        end = row.start + row.count
+        table = [self._tables[row.row][index] for index in range(self.blocks.num_blocks_for(end))]
+        assert tuple(table) == self.blocks.block_ids(row.request_id)[: len(table)], "device and host tables differ"
+        for position, expected in enumerate(state.fingerprints):
+            entry = self.blocks.contents[table[position // page_size]][position % page_size]
+            assert entry is not None, f"{row.request_id} reads position {position} that nobody wrote"
+            assert entry.fingerprint == expected, f"{row.request_id} reads another prefix at position {position}"
+            assert entry.weights >= state.weights, f"{row.request_id} reads position {position} of old weights"
+
+    def _sample(self, row: ScheduledRow) -> SampledToken:
+        state = self._rows[row.row]
+        token = next_token(state.fingerprints[-1], state.seed)
+        state.tokens.append(token)
+        return SampledToken(token, None, is_valid=state.seed != BROKEN_SEED)
+
+    # ------------------------------------------------------------------------------------------- checks
+
+    def _check_shape(self, plan: BatchPlan) -> None:
+        rows = plan.rows
+        ends = [row.start + row.count for row in rows]
+        assert 0 < sum(row.count for row in rows) == plan.num_tokens <= self.limits.max_batch_tokens
+        assert min(row.count for row in rows) >= 1
+        assert len({row.row for row in rows}) == len({row.request_id for row in rows}) == len(rows)
+        assert self.scheduler.num_running <= self.limits.max_requests
+        assert plan.max_seq_len == max(ends)
+        fits_decode = plan.max_seq_len <= self.limits.max_decode_blocks * self.blocks.page_size
+        assert (plan.path == "decode") == (plan.num_tokens == len(rows) and fits_decode)
+        started = {start.row: len(start.token_ids) for start in plan.row_starts}
+        for row, end in zip(rows, ends, strict=True):
+            num_known = started.get(row.row) or len(self._rows[row.row].tokens)
+            assert row.samples == (end == num_known), "a row samples exactly when all its tokens have run"
+
+    def check(self) -> None:
+        """What holds between any two calls."""
+        self.blocks.check_invariants()
+        assert self.blocks.num_available + self.blocks.num_in_use == self.blocks.num_blocks
+        assert self.blocks.num_cached <= self.blocks.num_available
+        ended = [output.request_id for output in self.finals]
+        num_open = self.scheduler.num_running + self.scheduler.num_waiting
+        assert len(ended) + num_open == len(self.requests), "a request was lost or ended twice"
+
+    def check_end(self) -> None:
+        """What holds once nothing is left to do."""
+        assert not self.scheduler.has_requests
+        assert self.scheduler.num_running == self.scheduler.num_waiting == self.blocks.num_in_use == 0
+        # Ids may be used again, but only one after the other.
+        assert sorted(output.request_id for output in self.finals) == sorted(r.request_id for r in self.requests)
+        for request in self.requests:
+            expected = answer(request)
+            if request.sampling.seed == BROKEN_SEED:
+                assert request.status in (RequestStatus.FAILED, RequestStatus.CANCELLED)
+                assert request.generated == []
+            elif request.status == RequestStatus.CANCELLED:
+                assert request.generated == expected[: len(request.generated)]
+            else:
+                assert request.status == RequestStatus.FINISHED, request.error
+                assert request.generated == expected, f"{request.request_id} got other tokens than alone"
+                assert request.finish_reason == ("eos" if EOS in expected and request.stop.eos_token_ids else "length")
