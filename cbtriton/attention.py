@@ -80,7 +80,7 @@ class PagedAttention:
         s_aux: Tensor | None = None,
         **_: Any,
     ) -> tuple[Tensor, None]:
-        """transformers' attention function.
+        """Transformers' attention function.
 
         Args:
             module: The calling attention layer; not used.
@@ -99,9 +99,7 @@ class PagedAttention:
             raise RuntimeError("paged attention was called outside an engine step; detach the engine first")
         layer, call = self._layers[self._next_call], self._calls[self._next_call]
         self._next_call += 1
-        self._kernels.kv_write(
-            key[0].transpose(0, 1), value[0].transpose(0, 1), layer.key, layer.value, context.slots
-        )
+        self._kernels.kv_write(key[0].transpose(0, 1), value[0].transpose(0, 1), layer.key, layer.value, context.slots)
         tokens = query[0].transpose(0, 1)
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         if context.path == "decode":

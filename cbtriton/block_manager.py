@@ -341,7 +341,8 @@ class BlockManager:
         assert counts == self._ref_counts, "reference counts differ from the live tables"
         in_use = {block_id for block_id, count in enumerate(counts) if count}
         cached = set(self._cached)
-        assert not (in_use & cached or in_use & self._free or cached & self._free), "a block is in two places"
+        assert not (in_use | cached) & self._free, "a free block is in use or cached"
+        assert not in_use & cached, "a cached block is in use"
         assert len(in_use) + len(cached) + len(self._free) == self.num_blocks, "a block was lost"
         assert self._free <= set(self._free_heap), "a free block cannot be found"
         assert self._in_heap == set(self._free_heap), "the heap's members are not tracked"

@@ -436,9 +436,7 @@ def check_integer(name: str, value: object, minimum: int, maximum: int | None = 
     if number < minimum or (maximum is not None and number > maximum):
         allowed = f"at least {minimum}" if maximum is None else f"from {minimum} to {maximum}"
         nearest = minimum if maximum is None or number < minimum else maximum
-        raise ValueError(
-            f"{name} must be {allowed}, got {number}; the nearest valid choice is {name}={nearest}"
-        )
+        raise ValueError(f"{name} must be {allowed}, got {number}; the nearest valid choice is {name}={nearest}")
     return number
 
 

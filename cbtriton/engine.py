@@ -25,9 +25,9 @@ from cbtriton.padding import Bucket, PaddingPolicy
 from cbtriton.plan import BatchPlan, BlockTableUpdate, Path, RowStart, ScheduledRow
 from cbtriton.request import GenerationOutput, Request, SamplingParams
 from cbtriton.request_table import RequestTable
-from cbtriton.stopping import StopDecision
 from cbtriton.scheduler import SCHEDULERS, Scheduler, SchedulerLimits
 from cbtriton.stats import EngineStats, StepRecord
+from cbtriton.stopping import StopDecision
 
 # Enough for hours of decoding; older records are dropped so that an engine may run for weeks.
 MAX_STEP_RECORDS = 100_000
@@ -185,9 +185,7 @@ class Engine:
         result = launched.step.wait()
         done = time.perf_counter()
         outputs = self._scheduler.commit(launched.step.plan, result)
-        record = replace(
-            launched.record, run_time=done - launched.launch_time, update_time=time.perf_counter() - done
-        )
+        record = replace(launched.record, run_time=done - launched.launch_time, update_time=time.perf_counter() - done)
         self._records.append(record)
         self._count(record)
         return outputs

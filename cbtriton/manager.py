@@ -74,6 +74,7 @@ class ContinuousBatchingManager:
 
     Attributes:
         config: The configuration as asked for.
+        kernel_config: The kernels as asked for.
         engine_config: The configuration as resolved, with every decision.
         kernel_names: (slot, implementation) of every kernel.
         tokenizer: Decodes tokens for `stop_strings`; anything with `decode(list[int]) -> str`.
@@ -104,7 +105,7 @@ class ContinuousBatchingManager:
             drop_unsupported=config.drop_unsupported_processors,
             warn=logger.warning,
         )
-        kernel_config = KernelConfig.from_any(kernel_config)
+        self.kernel_config = kernel_config = KernelConfig.from_any(kernel_config)
         if not config.auto_switch_to_flash and kernel_config.default == "auto":
             kernel_config = replace(kernel_config, default="reference")
         self._kernels = choose_kernels(kernel_config)
@@ -206,11 +207,15 @@ class ContinuousBatchingManager:
         with torch.inference_mode(False), torch.autocast(self._adapter.device.type, enabled=False):
             yield
 
-    def was_made_for(self, generation_config: Any, continuous_batching_config: Any) -> bool:
+    def was_made_for(self, generation_config: Any, continuous_batching_config: Any, kernel_config: Any) -> bool:
         """Whether the manager was made with equal options; None stands for any."""
-        return (generation_config is None or generation_config == self.generation_config) and (
-            continuous_batching_config is None
-            or ContinuousBatchingConfig.from_any(continuous_batching_config) == self.config
+        return (
+            (generation_config is None or generation_config == self.generation_config)
+            and (
+                continuous_batching_config is None
+                or ContinuousBatchingConfig.from_any(continuous_batching_config) == self.config
+            )
+            and (kernel_config is None or KernelConfig.from_any(kernel_config) == self.kernel_config)
         )
 
     @property

@@ -51,7 +51,7 @@ class ContinuousMixin:
         """
         cached = getattr(self, "_cached_continuous_batching_manager", None)
         if isinstance(cached, ContinuousBatchingManager):
-            if not cached.was_made_for(generation_config, continuous_batching_config):
+            if not cached.was_made_for(generation_config, continuous_batching_config, kernel_config):
                 logger.warning(
                     "the persistent manager keeps the options that it was made with; to change them, call "
                     "destroy_cached_continuous_batching_manager() first"
@@ -153,7 +153,10 @@ class ContinuousMixin:
             return {}
         max_new_tokens = kwargs.get("max_new_tokens")
         options = self.generation_config if generation_config is None else generation_config  # pyright: ignore[reportAttributeAccessIssue]
-        hints = kwargs.get("workload_hints") or _hints(prompts, max_new_tokens, options)
+        hints = kwargs.get("workload_hints")
+        if hints is None and not persistent_manager:
+            # A manager that stays must also suit what comes later.
+            hints = _hints(prompts, max_new_tokens, options)
         with (
             ContinuousMixin.continuous_batching_context_manager(
                 self,
@@ -208,7 +211,7 @@ class patch_transformers:
         from transformers import PreTrainedModel
 
         self._target: Any = PreTrainedModel
-        # Models get the originals from a mixin that comes after PreTrainedModel: these hide them and leave them in place.
+        # Models get the originals from a class that comes after PreTrainedModel: these only hide them.
         self._own = {name: vars(self._target)[name] for name in self._METHODS if name in vars(self._target)}
         for name in self._METHODS:
             setattr(self._target, name, vars(ContinuousMixin)[name])
@@ -259,9 +262,9 @@ def _run_batch(
     record_timestamps: bool,
     progress_bar: bool,
 ) -> dict[str, GenerationOutput]:
+    before = manager.stats()
     families = manager.submit_batch(prompts, max_new_tokens, record_timestamps)
     results: dict[str, GenerationOutput] = {}
-    before = manager.stats()
     with tqdm(total=sum(map(len, families)), unit="request", disable=not progress_bar) as bar:
         for request_id in chain.from_iterable(families):
             while request_id not in results:

@@ -173,7 +173,7 @@ class ModelAdapter:
 
     @torch.no_grad()
     def plain_logits(self, token_ids: list[int]) -> Tensor:
-        """Logits of one sequence through the unchanged model, `[num_tokens, vocab_size]` float32. Not while attached."""
+        """Logits of one sequence through the unattached model, `[num_tokens, vocab_size]` float32."""
         restore = _eval_mode(self.model)
         try:
             input_ids = torch.tensor([token_ids], device=self.device)
@@ -228,9 +228,7 @@ class _Recorder:
                 f"{name} attends from {tuple(query.shape)} to {tuple(key.shape)}, which is not self-attention over "
                 "one packed sequence"
             )
-        self.calls.append(
-            AttentionCall(window=kwargs.get("sliding_window") or 0, softcap=kwargs.get("softcap") or 0.0)
-        )
+        self.calls.append(AttentionCall(window=kwargs.get("sliding_window") or 0, softcap=kwargs.get("softcap") or 0.0))
         self.geometries.append(LayerGeometry(key.shape[1], key.shape[3], value.shape[3], key.dtype))
         return value.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
 
@@ -243,7 +241,8 @@ def _refuse_unsupported_configs(model: Any) -> None:
     unsupported = sorted(layer_types - SUPPORTED_LAYER_TYPES)
     if unsupported:
         raise UnsupportedModelError(
-            f"{name} has layers of type {', '.join(unsupported)}; supported are {', '.join(sorted(SUPPORTED_LAYER_TYPES))}"
+            f"{name} has layers of type {', '.join(unsupported)}; "
+            f"supported are {', '.join(sorted(SUPPORTED_LAYER_TYPES))}"
         )
 
 

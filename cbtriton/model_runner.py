@@ -144,9 +144,7 @@ class ModelRunner:
         for layer in self._cache.layers:
             self._kernels.block_copy(layer.key, layer.value, sources, targets)
 
-    def _send_back(
-        self, plan: BatchPlan, token_ids: Tensor, logprobs: Tensor | None, is_valid: Tensor
-    ) -> InFlightStep:
+    def _send_back(self, plan: BatchPlan, token_ids: Tensor, logprobs: Tensor | None, is_valid: Tensor) -> InFlightStep:
         if self._adapter.device.type != "cuda":
             return InFlightStep(plan, token_ids, logprobs, is_valid, ready=None)
         ready = torch.cuda.Event()

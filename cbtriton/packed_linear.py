@@ -80,9 +80,7 @@ class PackedLinears:
             ValueError: The limit is negative.
         """
         if memory_limit_bytes < 0:
-            raise ValueError(
-                f"memory_limit_bytes must be at least 0, got {memory_limit_bytes}; set 0 to pack no layer"
-            )
+            raise ValueError(f"memory_limit_bytes must be at least 0, got {memory_limit_bytes}; set 0 to pack no layer")
         self._model = model
         self._memory_limit_bytes = memory_limit_bytes
         self._forwards: list[_PackedForward] = []

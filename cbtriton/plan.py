@@ -104,7 +104,7 @@ class SampledToken:
     Attributes:
         token_id: The new token.
         logprob: Its log-probability under the processed distribution; None when not asked for.
-        is_valid: False where the model's logits were not usable (NaN, or no token allowed); the token then means nothing.
+        is_valid: False where the logits were not usable (NaN, or no token allowed); the token then means nothing.
     """
 
     token_id: int

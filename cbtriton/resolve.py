@@ -124,9 +124,7 @@ def available_memory_bytes(root: Path = Path("/")) -> int:
 def _refuse_compilation(config: ContinuousBatchingConfig) -> None:
     for name in ("varlen_compile_config", "decode_compile_config"):
         if getattr(config, name) is not None:
-            raise NotImplementedError(
-                f"{name} is not available yet, got {getattr(config, name)!r}; set {name}=None"
-            )
+            raise NotImplementedError(f"{name} is not available yet, got {getattr(config, name)!r}; set {name}=None")
     if config.default_compile_level > 0:
         raise NotImplementedError(
             f"default_compile_level must be 0, got {config.default_compile_level}: compilation is not "
@@ -150,9 +148,7 @@ def _forgo_offload(config: ContinuousBatchingConfig, log: _Log) -> None:
     asked = config.cpu_offload_space
     if asked == 0:
         return
-    log.decide(
-        "cpu_offload_space", asked, 0.0, "a preempted request computes its cache again in this version"
-    )
+    log.decide("cpu_offload_space", asked, 0.0, "a preempted request computes its cache again in this version")
     warnings.warn(
         f"cpu_offload_space={asked!r} has no effect: this version computes the cache of a preempted request "
         "again; set cpu_offload_space=0",
@@ -164,9 +160,7 @@ def _forgo_offload(config: ContinuousBatchingConfig, log: _Log) -> None:
 def _scheduler_margin(config: ContinuousBatchingConfig, scheduler_types: Mapping[str, float]) -> float:
     if config.scheduler_type not in scheduler_types:
         known = ", ".join(sorted(scheduler_types))
-        raise ValueError(
-            f"scheduler_type must be one of {known}, got {config.scheduler_type!r}; pick or register one"
-        )
+        raise ValueError(f"scheduler_type must be one of {known}, got {config.scheduler_type!r}; pick or register one")
     return scheduler_types[config.scheduler_type]
 
 
@@ -204,9 +198,7 @@ def _num_blocks(
     return log.decide("num_blocks", None, fitting, why)
 
 
-def _memory_share(
-    config: ContinuousBatchingConfig, facts: ModelFacts, has_logits_processing: bool, log: _Log
-) -> float:
+def _memory_share(config: ContinuousBatchingConfig, facts: ModelFacts, has_logits_processing: bool, log: _Log) -> float:
     if config.max_memory_percent is not None:
         return config.max_memory_percent
     if facts.device_type in _SHARED_MEMORY_DEVICES:
@@ -247,15 +239,11 @@ def _max_requests(config: ContinuousBatchingConfig, wanted: int, why: str, num_b
 def _max_model_len(config: ContinuousBatchingConfig, facts: ModelFacts, num_blocks: int, log: _Log) -> int:
     capacity = num_blocks * config.page_size
     if facts.max_position_embeddings is None or capacity < facts.max_position_embeddings:
-        return log.decide(
-            "max_model_len", None, capacity, f"{num_blocks} blocks of {config.page_size} tokens"
-        )
+        return log.decide("max_model_len", None, capacity, f"{num_blocks} blocks of {config.page_size} tokens")
     return log.decide("max_model_len", None, facts.max_position_embeddings, "the positions of the model")
 
 
-def _max_decode_blocks(
-    config: ContinuousBatchingConfig, hints: WorkloadHints, max_model_len: int, log: _Log
-) -> int:
+def _max_decode_blocks(config: ContinuousBatchingConfig, hints: WorkloadHints, max_model_len: int, log: _Log) -> int:
     longest = _blocks_for(max_model_len, config.page_size)
     if config.max_blocks_per_request is not None:
         return min(config.max_blocks_per_request, longest)

@@ -220,9 +220,7 @@ class SamplingDefaults:
         do_sample = _boolean("do_sample", get("do_sample", False))
         temperature = _temperature(_or(get("temperature"), 1.0))
         if do_sample and temperature == 0.0:
-            raise ValueError(
-                "temperature must be greater than 0 to sample, got 0.0; set do_sample=False for greedy"
-            )
+            raise ValueError("temperature must be greater than 0 to sample, got 0.0; set do_sample=False for greedy")
         max_length = get("max_length")
         max_new_tokens = get("max_new_tokens")
         return cls(
@@ -231,9 +229,7 @@ class SamplingDefaults:
             top_k=_top_k(get("top_k"), vocab_size),
             top_p=_top_p(_or(get("top_p"), 1.0)),
             min_p=_min_p(_or(get("min_p"), 0.0)),
-            max_new_tokens=None
-            if max_new_tokens is None
-            else check_integer("max_new_tokens", max_new_tokens, 1),
+            max_new_tokens=None if max_new_tokens is None else check_integer("max_new_tokens", max_new_tokens, 1),
             max_length=None
             if max_length in (None, _DEFAULT_MAX_LENGTH)
             else check_integer("max_length", max_length, 1),
@@ -241,9 +237,7 @@ class SamplingDefaults:
             min_length=check_integer("min_length", _or(get("min_length"), 0), 0),
             eos_token_ids=_eos_token_ids(_or(get("eos_token_id"), model_eos), vocab_size, warn),
             stop_strings=_stop_strings(_or(get("stop_strings"), ())),
-            num_return_sequences=check_integer(
-                "num_return_sequences", _or(get("num_return_sequences"), 1), 1
-            ),
+            num_return_sequences=check_integer("num_return_sequences", _or(get("num_return_sequences"), 1), 1),
         )
 
     @property
@@ -348,9 +342,7 @@ def _drop_processors(options: str, drop_unsupported: bool, warn: Warn) -> None:
     warn(f"logits processors that are not supported are dropped: {options}")
 
 
-def _check_argument_names(
-    kwargs: Mapping[str, Any], given: Mapping[str, Any], per_request_processors: bool
-) -> None:
+def _check_argument_names(kwargs: Mapping[str, Any], given: Mapping[str, Any], per_request_processors: bool) -> None:
     accepted = ", ".join(_ALWAYS + _TUNING)
     for name in kwargs:
         if name in _PROCESSORS or name in _SAMPLING_PROCESSORS:
@@ -360,8 +352,7 @@ def _check_argument_names(
     tuning = [name for name in _TUNING if name in given]
     if tuning and not per_request_processors:
         raise ValueError(
-            f"{', '.join(tuning)} cannot be set per request; set "
-            "ContinuousBatchingConfig.per_request_processors=True"
+            f"{', '.join(tuning)} cannot be set per request; set ContinuousBatchingConfig.per_request_processors=True"
         )
 
 
@@ -375,15 +366,11 @@ def _filters(defaults: SamplingDefaults, given: Mapping[str, Any], vocab_size: i
     }
     do_sample = _boolean("do_sample", given.get("do_sample", defaults.do_sample or "temperature" in given))
     if do_sample and temperature == 0.0 and "temperature" not in given:
-        raise ValueError(
-            "do_sample=True needs a temperature greater than 0, and the defaults have 0.0; give one"
-        )
+        raise ValueError("do_sample=True needs a temperature greater than 0, and the defaults have 0.0; give one")
     return {"temperature": temperature, **filters} if do_sample and temperature > 0.0 else {}
 
 
-def _max_new_tokens(
-    defaults: SamplingDefaults, asked: object, prompt_length: int, limits: RequestLimits
-) -> int:
+def _max_new_tokens(defaults: SamplingDefaults, asked: object, prompt_length: int, limits: RequestLimits) -> int:
     most = limits.most_new_tokens(prompt_length)
     if most < 1:
         raise _too_long(limits, f"a prompt of {prompt_length} tokens", prompt_length, "shorten it")
@@ -392,9 +379,7 @@ def _max_new_tokens(
         new_tokens = check_integer("max_new_tokens", wanted, 1)
         if new_tokens > most:
             what = f"a prompt of {prompt_length} tokens with max_new_tokens={new_tokens}"
-            raise _too_long(
-                limits, what, prompt_length + new_tokens - 1, f"set max_new_tokens={most} or less"
-            )
+            raise _too_long(limits, what, prompt_length + new_tokens - 1, f"set max_new_tokens={most} or less")
         return new_tokens
     if defaults.max_length is None:
         return most
@@ -416,8 +401,7 @@ def _too_long(limits: RequestLimits, what: str, needed: int, remedy: str) -> Req
             f"{limits.num_blocks}; {remedy}, or raise num_blocks"
         )
     return RequestTooLongError(
-        f"{what} needs {needed} places in the cache, and a sequence has at most {limits.max_model_len}; "
-        f"{remedy}"
+        f"{what} needs {needed} places in the cache, and a sequence has at most {limits.max_model_len}; {remedy}"
     )
 
 
@@ -442,9 +426,7 @@ def _derived_seed(purpose: bytes, seed: int, index: int) -> int:
 def _request_eos(defaults: SamplingDefaults, asked: object, vocab_size: int) -> frozenset[int]:
     if asked is None:
         return defaults.eos_token_ids
-    return frozenset(
-        check_integer("eos_token_id", token, 0, vocab_size - 1) for token in _ids(asked) if token != -1
-    )
+    return frozenset(check_integer("eos_token_id", token, 0, vocab_size - 1) for token in _ids(asked) if token != -1)
 
 
 def _eos_token_ids(value: object, vocab_size: int, warn: Warn) -> frozenset[int]:
@@ -468,12 +450,8 @@ def _ids(value: Any) -> list[Any]:
 
 
 def _stop_sequences(value: Any, vocab_size: int) -> tuple[tuple[int, ...], ...]:
-    if not isinstance(value, (list, tuple)) or not all(
-        isinstance(sequence, (list, tuple)) for sequence in value
-    ):
-        raise TypeError(
-            f"stop_sequences must be a list of lists of token ids, got {value!r}; write [[1, 2], [3]]"
-        )
+    if not isinstance(value, (list, tuple)) or not all(isinstance(sequence, (list, tuple)) for sequence in value):
+        raise TypeError(f"stop_sequences must be a list of lists of token ids, got {value!r}; write [[1, 2], [3]]")
     if not all(value):
         raise ValueError(f"stop_sequences must not contain an empty one, got {value!r}; remove it")
     return tuple(
@@ -484,9 +462,7 @@ def _stop_sequences(value: Any, vocab_size: int) -> tuple[tuple[int, ...], ...]:
 
 def _stop_strings(value: Any) -> tuple[str, ...]:
     texts = (value,) if isinstance(value, str) else value
-    if not isinstance(texts, (list, tuple, set, frozenset)) or not all(
-        isinstance(text, str) for text in texts
-    ):
+    if not isinstance(texts, (list, tuple, set, frozenset)) or not all(isinstance(text, str) for text in texts):
         raise TypeError(f"stop_strings must be a text or a list of texts, got {value!r}")
     if not all(texts):
         raise ValueError(f"stop_strings must not contain an empty text, got {value!r}; remove it")

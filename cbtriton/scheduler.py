@@ -249,9 +249,7 @@ class Scheduler:
         Returns:
             One final output per request.
         """
-        return [
-            self._end(request, RequestStatus.FAILED, "error", error) for request in list(self._requests.values())
-        ]
+        return [self._end(request, RequestStatus.FAILED, "error", error) for request in list(self._requests.values())]
 
     def reset_prefix_cache(self) -> None:
         """Forgets all cached prefixes; requests keep what they computed."""
@@ -430,9 +428,7 @@ class Scheduler:
             samples = share.count == request.num_remaining
             request.num_computed += share.count
             request.num_in_flight += samples
-            rows.append(
-                ScheduledRow(request.request_id, request.epoch, share.row, share.start, share.count, samples)
-            )
+            rows.append(ScheduledRow(request.request_id, request.epoch, share.row, share.start, share.count, samples))
             num_tokens += share.count
             max_seq_len = max(max_seq_len, request.num_computed)
             if share.table_update is not None:
@@ -487,7 +483,11 @@ class Scheduler:
         if request.record_timestamps:
             request.timestamps.append(now)
         self.counters.generated_tokens += 1
-        decision = self._stop_check(request)
+        try:
+            decision = self._stop_check(request)
+        except Exception as error:  # The caller's tokenizer runs in there: its errors are that request's alone.
+            reason = f"stop strings could not be looked for: {type(error).__name__}: {error}"
+            return self._end(request, RequestStatus.FAILED, "error", reason)
         if decision.finish_reason is not None:
             return self._end(request, RequestStatus.FINISHED, decision.finish_reason)
         if request.streaming and decision.num_releasable > 0:

@@ -55,8 +55,9 @@ class Measurement:
         dtype: Type of the weights.
         config: `best` or `default`.
         output_tokens: Tokens generated.
-        seconds: From the call to the last result, the engine's construction included.
-        output_tokens_per_s: Their ratio.
+        setup_seconds: From the call to the first request: building the engine, warm-up, checks.
+        seconds: From the first request to the last token.
+        output_tokens_per_s: `output_tokens` over `seconds`.
         time_to_first_token: Over the requests.
         inter_token_latency: Over all tokens of all requests.
         resident_mib: Highest resident memory of the process, in MiB.
@@ -67,6 +68,7 @@ class Measurement:
     dtype: str
     config: str
     output_tokens: int
+    setup_seconds: float
     seconds: float
     output_tokens_per_s: float
     time_to_first_token: Percentiles
@@ -143,19 +145,22 @@ def write_measurement(task: dict[str, Any], output: Path) -> None:
     settings = BEST[task["engine"]][task["workload"]] if task["config"] == "best" else {}
     started = time.perf_counter()
     outputs = ENGINE_RUNS[task["engine"]](loaded.model, workload, settings)
-    seconds = time.perf_counter() - started
     num_tokens = sum(len(output.generated_tokens) for output in outputs)
     if num_tokens != sum(workload.max_new_tokens):
         raise RuntimeError(f"expected {sum(workload.max_new_tokens)} tokens, got {num_tokens}")
     first, between = Percentiles.of(first_token_times(outputs)), Percentiles.of(inter_token_times(outputs))
     if first is None or between is None:
         raise RuntimeError("the engine recorded no timestamps")
+    # Both engines stamp requests and tokens with the same clock.
+    first_request = min(output.created_time for output in outputs)
+    seconds = max(output.timestamps[-1] for output in outputs) - first_request
     measurement = Measurement(
         engine=task["engine"],
         workload=task["workload"],
         dtype=task["dtype"],
         config=task["config"],
         output_tokens=num_tokens,
+        setup_seconds=first_request - started,
         seconds=seconds,
         output_tokens_per_s=num_tokens / seconds,
         time_to_first_token=first,
@@ -238,7 +243,7 @@ def peak_resident_mib() -> float:
 def table_header() -> str:
     """The line above the rows."""
     times = f"{'first token p50/p95':>22}{'inter-token p50/p95':>22}"
-    return f"{'dtype':6}{'config':9}{'workload':10}{'engine':14}{'tokens/s':>9}{times}{'resident':>11}"
+    return f"{'dtype':6}{'config':9}{'workload':10}{'engine':14}{'tokens/s':>9}{times}{'set-up':>9}{'resident':>11}"
 
 
 def table_row(m: Measurement) -> str:
@@ -247,7 +252,8 @@ def table_row(m: Measurement) -> str:
     return (
         f"{m.dtype:6}{m.config:9}{m.workload:10}{m.engine:14}{m.output_tokens_per_s:9.1f}"
         f"{f'{first.p50_ms / 1000:.2f} / {first.p95_ms / 1000:.2f} s':>22}"
-        f"{f'{between.p50_ms:.0f} / {between.p95_ms:.0f} ms':>22}{m.resident_mib / 1024:7.2f} GiB"
+        f"{f'{between.p50_ms:.0f} / {between.p95_ms:.0f} ms':>22}"
+        f"{m.setup_seconds:7.1f} s{m.resident_mib / 1024:7.2f} GiB"
     )
 
 
@@ -255,8 +261,8 @@ def markdown(measurements: Sequence[Measurement]) -> str:
     """Medians over the repeats, one row per engine, with the ratio of throughputs."""
     lines = [
         "| dtype | configuration | workload | engine | output tokens/s | ratio | first token p50 / p95 (s) "
-        "| inter-token p50 / p95 (ms) | resident (GiB) |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| inter-token p50 / p95 (ms) | set-up (s) | resident (GiB) |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     groups: dict[tuple[str, str, str, Engine], list[Measurement]] = {}
     for m in measurements:
@@ -267,10 +273,11 @@ def markdown(measurements: Sequence[Measurement]) -> str:
         ratio = rate / median(m.output_tokens_per_s for m in baseline)
         first = [median(getattr(m.time_to_first_token, p) for m in runs) / 1000 for p in ("p50_ms", "p95_ms")]
         between = [median(getattr(m.inter_token_latency, p) for m in runs) for p in ("p50_ms", "p95_ms")]
+        setup = median(m.setup_seconds for m in runs)
         resident = max(m.resident_mib for m in runs) / 1024
         lines.append(
             f"| {dtype} | {config} | {workload} | {engine} | {rate:.1f} | {ratio:.2f} "
-            f"| {first[0]:.2f} / {first[1]:.2f} | {between[0]:.0f} / {between[1]:.0f} | {resident:.2f} |"
+            f"| {first[0]:.2f} / {first[1]:.2f} | {between[0]:.0f} / {between[1]:.0f} | {setup:.1f} | {resident:.2f} |"
         )
     return "\n".join(lines)
 

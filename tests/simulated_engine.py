@@ -49,7 +49,7 @@ def answer(request: Request) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """What one position of the cache holds: a prefix, computed with the weights of that time."""
+    """What one position of the cache holds: a prefix, and the oldest weights that anything in it was computed with."""
 
     fingerprint: int
     weights: int
@@ -251,19 +251,25 @@ class SimulatedEngine:
             assert owners.setdefault(block_id, row.row) == row.row, "two rows write one block in one step"
             is_written = self.blocks.contents[block_id][offset] is not None
             assert not (is_written and block_id in self.blocks.sealed), "what others may read is written again"
-            self.blocks.contents[block_id][offset] = Entry(state.fingerprints[position], self._weights)
+            weights = min(self._weights, self._entry(row.row, position - 1).weights) if position else self._weights
+            self.blocks.contents[block_id][offset] = Entry(state.fingerprints[position], weights)
 
     def _read(self, row: ScheduledRow) -> None:
         """Attends to everything up to the row's last token, through the row's own block table on the device."""
-        state, page_size = self._rows[row.row], self.blocks.page_size
+        state = self._rows[row.row]
         end = row.start + row.count
         table = [self._tables[row.row][index] for index in range(self.blocks.num_blocks_for(end))]
         assert tuple(table) == self.blocks.block_ids(row.request_id)[: len(table)], "device and host tables differ"
         for position, expected in enumerate(state.fingerprints):
-            entry = self.blocks.contents[table[position // page_size]][position % page_size]
-            assert entry is not None, f"{row.request_id} reads position {position} that nobody wrote"
+            entry = self._entry(row.row, position)
             assert entry.fingerprint == expected, f"{row.request_id} reads another prefix at position {position}"
             assert entry.weights >= state.weights, f"{row.request_id} reads position {position} of old weights"
+
+    def _entry(self, row: int, position: int) -> Entry:
+        block_id = self._tables[row][position // self.blocks.page_size]
+        entry = self.blocks.contents[block_id][position % self.blocks.page_size]
+        assert entry is not None, f"position {position} of row {row} is read, and nobody wrote it"
+        return entry
 
     def _sample(self, row: ScheduledRow) -> SampledToken:
         state = self._rows[row.row]

@@ -160,10 +160,16 @@ def running(model: Any, options: Any = None, **config: Any) -> Iterator[Continuo
 
 
 @contextmanager
-def gated(model: Any, options: Any = None, **config: Any) -> Iterator[tuple[ContinuousBatchingManager, Gate]]:
+def gated(
+    model: Any,
+    options: Any = None,
+    before_start: Callable[[ContinuousBatchingManager], None] = lambda manager: None,
+    **config: Any,
+) -> Iterator[tuple[ContinuousBatchingManager, Gate]]:
     """A started manager whose steps wait for the gate."""
     manager = ContinuousBatchingManager(model, options or greedy_options(), small(**config))
     manager.warmup()
+    before_start(manager)
     gate = Gate(model)
     try:
         manager.start()

@@ -115,13 +115,14 @@ def test_a_least_number_of_new_tokens_suppresses_every_eos(model, oracle, tools,
         assert manager.get_result(other, timeout=tools.patience).generated_tokens == answer[:2]
 
 
-@pytest.mark.parametrize(("max_length", "num_tokens"), [(20, NUM_NEW), (21, 5), (1000, 512 - 16 + 1)])
+@pytest.mark.parametrize(("max_length", "num_tokens"), [(20, NUM_NEW), (21, 5), (1000, 4 * 16 - 16 + 1)])
 def test_the_limit_on_the_whole_length_holds_unless_it_is_the_unset_default(
     model, tools, prompt, max_length, num_tokens
 ):
     # 20 is what an untouched configuration carries; the request's own limit goes first in any case.
     own_limit = {"max_new_tokens": NUM_NEW} if max_length == 20 else {}
-    output = model.generate_batch([prompt], tools.options(max_length=max_length), tools.small(), **own_limit)["req_0"]
+    config = tools.small(num_blocks=4)
+    output = model.generate_batch([prompt], tools.options(max_length=max_length), config, **own_limit)["req_0"]
     assert len(output.generated_tokens) == num_tokens
 
 
@@ -163,3 +164,19 @@ def test_stop_strings_of_the_options_use_the_tokenizer_that_the_model_was_enable
         one(model, prompt, options, tools.small())
     enable(model, LetterTokenizer())
     assert one(model, prompt, options, tools.small()).generated_tokens == answer[:5]
+
+
+class BrokenTokenizer:
+    def decode(self, token_ids):
+        raise LookupError("no such token")
+
+
+def test_a_tokenizer_that_fails_ends_only_the_request_that_needs_it(model, oracle, tools, prompt, answer):
+    with tools.running(model, tools.options()) as manager:
+        manager.tokenizer = BrokenTokenizer()
+        needy = manager.add_request(prompt, max_new_tokens=NUM_NEW, stop_strings=["x"])
+        other = manager.add_request(prompt, max_new_tokens=NUM_NEW)
+        failed = manager.get_result(needy, timeout=tools.patience)
+        assert failed.finish_reason == "error"
+        assert "LookupError: no such token" in failed.error
+        assert manager.get_result(other, timeout=tools.patience).generated_tokens == answer

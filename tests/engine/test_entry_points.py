@@ -1,4 +1,4 @@
-"""How callers reach the engine: `enable`, `generate_batch`, `patch_transformers`, and transformers' own configurations."""
+"""How callers reach the engine: `enable`, `generate_batch`, `patch_transformers`, transformers' configurations."""
 
 from __future__ import annotations
 
@@ -140,12 +140,17 @@ def test_the_context_manager_takes_what_it_documents_and_finishes_what_was_submi
 
 
 def test_an_exception_in_the_block_ends_at_once_what_still_runs(model, tools):
-    with pytest.raises(KeyError):
-        with model.continuous_batching_context_manager(
-            tools.options(), continuous_batching_config=tools.small()
-        ) as manager:
-            request_id = manager.add_request(tools.prompt(9), max_new_tokens=490)
+    answers = []
+
+    def fail_inside_the_block():
+        block = model.continuous_batching_context_manager(tools.options(), continuous_batching_config=tools.small())
+        with block as manager:
+            answers.append((manager, manager.add_request(tools.prompt(9), max_new_tokens=490)))
             raise KeyError("mine")
+
+    with pytest.raises(KeyError):
+        fail_inside_the_block()
+    ((manager, request_id),) = answers
     assert manager.get_result(request_id).status == RequestStatus.FAILED
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import threading
 import time
@@ -139,10 +140,8 @@ def test_destroy_and_start_from_two_threads_end_destroyed(model, tools):
         manager = ContinuousBatchingManager(model, tools.options(), tools.small())
         manager.start()
         destroyed = tools.in_thread(manager.destroy)
-        try:
+        with contextlib.suppress(RuntimeError):
             manager.start()
-        except RuntimeError:
-            pass
         destroyed()
         assert not manager.is_running()
 
@@ -209,14 +208,17 @@ def test_a_dead_manager_can_be_started_again(model, oracle, tools):
 def test_an_engine_too_broken_to_end_its_requests_still_reaches_its_callers(model, tools, monkeypatch):
     # Its thread ends with an exception of its own then.
     monkeypatch.setattr(threading, "excepthook", lambda arguments: None)
-    with tools.running(model) as manager:
-        hook = break_after(model, 0)
-        monkeypatch.setattr(type(manager._engine), "fail_all", lambda self, error: 1 / 0)
-        request_id = manager.add_request([1, 2])
-        with pytest.raises(EngineDiedError, match="the model broke"):
-            manager.get_result(request_id)
-        monkeypatch.undo()
-        hook.remove()
+    manager = ContinuousBatchingManager(model, tools.options(), tools.small())
+    manager.start()
+    hook = break_after(model, 0)
+    monkeypatch.setattr(type(manager._engine), "fail_all", lambda self, error: 1 / 0)
+    request_id = manager.add_request([1, 2])
+    with pytest.raises(EngineDiedError, match="the model broke"):
+        tools.in_thread(lambda: manager.get_result(request_id))()
+    assert not manager.is_running()
+    monkeypatch.undo()
+    hook.remove()
+    manager.destroy()
 
 
 def test_generate_batch_raises_when_the_engine_dies_and_works_again_after(model, oracle, tools):
@@ -265,7 +267,7 @@ def test_model_and_configurations_are_as_before_also_after_an_exception(model, t
     try:
         with model.continuous_batching_context_manager(options, continuous_batching_config=config) as manager:
             manager.get_result(manager.add_request([1, 2]))
-            manager.add_request([1, 2], max_new_tokens=400)
+            manager.add_request([1, 2], max_new_tokens=60)
             if raises:
                 raise KeyError("the caller's own mistake")
     except KeyError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 
 import pytest
 
@@ -109,10 +110,18 @@ def test_many_readers_share_the_queue_without_loss_or_repetition(model, tools):
 
 def test_an_output_is_never_missed_between_its_end_and_its_delivery(model, tools):
     with tools.running(model) as manager:
-        for _ in range(60):
-            request_id = manager.add_request([1], max_new_tokens=1)
-            # Without a timeout None would mean that nothing can come any more.
-            assert manager.get_result(request_id) is not None
+        deliver, is_ending = manager._router.deliver, threading.Event()
+
+        def deliver_slowly(outputs):
+            is_ending.set()
+            time.sleep(0.1)
+            deliver(outputs)
+
+        manager._router.deliver = deliver_slowly
+        request_id = manager.add_request([1], max_new_tokens=1)
+        assert is_ending.wait(tools.patience)
+        # Without a timeout None would mean that nothing can come any more.
+        assert manager.get_result(request_id) is not None
 
 
 def test_timestamps_and_lifespan_are_recorded_in_order(model, tools):

@@ -14,8 +14,15 @@ def family_ids(request_id, num_sequences):
 @pytest.mark.parametrize("length", [1, 2, 15, 16, 17, 32])
 @pytest.mark.parametrize(
     "config",
-    [{}, {"max_batch_tokens": 7}, {"max_requests_per_batch": 1}, {"allow_block_sharing": False}, {"num_blocks": 4}],
-    ids=["roomy", "chunks", "one_slot", "unshared", "tiny_pool"],
+    [
+        {},
+        {"use_async_batching": True},
+        {"max_batch_tokens": 7},
+        {"max_requests_per_batch": 1},
+        {"allow_block_sharing": False},
+        {"num_blocks": 4},
+    ],
+    ids=["roomy", "async", "chunks", "one_slot", "unshared", "tiny_pool"],
 )
 def test_every_prompt_length_gives_all_answers_in_order(model, oracle, tools, length, config):
     prompts = [tools.prompt(length), tools.prompt(5)]

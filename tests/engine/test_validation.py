@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from cbtriton import RequestStatus, manager as manager_module
+from cbtriton import RequestStatus
+from cbtriton import manager as manager_module
 from cbtriton.manager import ContinuousBatchingManager
 
 BAD_PROMPTS = [
@@ -145,15 +146,15 @@ def test_a_request_that_can_never_fit_fails_alone_with_the_sizes(model, oracle, 
 
 
 def test_a_prompt_longer_than_the_positions_of_the_model_is_refused(model, tools):
-    with tools.running(model, num_blocks=100) as manager:
-        with pytest.raises(ValueError, match="needs 513 places in the cache, and a sequence has at most 512"):
-            manager.add_request(tools.prompt(513))
+    message = "needs 513 places in the cache, and a sequence has at most 512"
+    with tools.running(model, num_blocks=100) as manager, pytest.raises(ValueError, match=message):
+        manager.add_request(tools.prompt(513))
 
 
 def test_several_requests_are_taken_all_or_none(manager, tools):
     with pytest.raises(ValueError, match=re.escape("inputs[2]:")):
         manager.add_requests([[1], [2], []], max_new_tokens=2)
-    assert manager.get_result() is None if not manager.is_running() else not manager._in_flight
+    assert manager.get_result(timeout=0.05) is None
     assert manager.add_request([1], max_new_tokens=1) == "req_0"
 
 
@@ -188,10 +189,12 @@ def test_where_the_queue_fills_up_in_the_middle_those_before_are_cancelled(model
 
 
 def test_room_in_the_queue_is_noticed_as_soon_as_a_request_runs(model, tools, monkeypatch):
-    monkeypatch.setattr(manager_module, "FULL_QUEUE_TIMEOUT", tools.patience)
+    monkeypatch.setattr(manager_module, "FULL_QUEUE_TIMEOUT", 10 * tools.patience)
     with tools.gated(model, max_queue_size=1) as (manager, gate):
-        manager.add_request([1, 2], max_new_tokens=200)
-        second = tools.in_thread(lambda: manager.add_request([1, 2], max_new_tokens=2))
+        with manager.pause():
+            manager.add_request([1, 2], max_new_tokens=200)
+            second = tools.in_thread(lambda: manager.add_request([1, 2], max_new_tokens=2))
+            tools.wait_until(lambda: manager.is_in_flight("req_1"))
         # The first one is nowhere near its end: nothing is delivered that could wake the waiting caller.
         gate.let(2)
         assert second() == "req_1"
@@ -272,7 +275,8 @@ def test_supported_options_do_not_warn(model, tools, caplog, recwarn):
 
 
 def test_no_limit_means_as_far_as_the_cache_or_the_model_allows(model, oracle, tools):
-    for num_blocks, num_tokens in ((4, 4 * 16 - 5 + 1), (100, 512 - 5 + 1)):
+    model.config.max_position_embeddings = 80
+    for num_blocks, num_tokens in ((4, 4 * 16 - 5 + 1), (100, 80 - 5 + 1)):
         with tools.running(model, num_blocks=num_blocks) as manager:
             output = manager.get_result(manager.add_request(tools.prompt(5)), timeout=120)
             assert (output.status, output.finish_reason) == (RequestStatus.FINISHED, "length")

@@ -94,7 +94,8 @@ def test_a_request_gets_one_table_only():
 
 
 @pytest.mark.parametrize(
-    ("length", "expected"), [(1, 0), (P, 0), (P + 1, P), (2 * P, P), (2 * P + 1, 2 * P), (3 * P, 2 * P), (3 * P + 1, 3 * P)]
+    ("length", "expected"),
+    [(1, 0), (P, 0), (P + 1, P), (2 * P, P), (2 * P + 1, 2 * P), (3 * P, 2 * P), (3 * P + 1, 3 * P)],
 )
 def test_a_cached_prompt_leaves_at_least_one_token_to_compute(length, expected):
     blocks = make(16)
@@ -299,7 +300,7 @@ def test_digests_are_the_same_in_every_process_and_version():
     for hash_seed in ("0", "4711"):
         environment = os.environ | {"PYTHONHASHSEED": hash_seed}
         done = subprocess.run(
-            [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+            [sys.executable, "-P", "-c", code], env=environment, capture_output=True, text=True, check=True
         )
         assert done.stdout.split() == expected
 

@@ -265,9 +265,7 @@ def test_configs_survive_copy_and_pickle():
 
 
 def test_workload_hints_are_checked_and_taken_from_the_reference():
-    hints = WorkloadHints.from_any(
-        ReferenceHints(max_prompt_length=5, max_generated_length=7, num_requests=2)
-    )
+    hints = WorkloadHints.from_any(ReferenceHints(max_prompt_length=5, max_generated_length=7, num_requests=2))
     assert hints == WorkloadHints(5, 7, 2)
     assert hints.max_length == 12
     assert WorkloadHints(5, 0, 2).max_length == 0

@@ -279,9 +279,7 @@ def test_plain_settings_are_passed_on_and_the_config_is_left_alone():
         drop_unsupported_processors=False,
     )
     before = copy.deepcopy(config)
-    resolved = resolve(
-        config, WorkloadHints(), FACTS, has_logits_processing=False, scheduler_types=SCHEDULERS
-    )
+    resolved = resolve(config, WorkloadHints(), FACTS, has_logits_processing=False, scheduler_types=SCHEDULERS)
     assert config == before
     assert not resolved.share_blocks
     assert resolved.return_logprobs

@@ -113,9 +113,7 @@ def reference_processors(model, config):
     config._eos_token_tensor = torch.tensor([2])
     config.max_length = 30
     prompt = torch.tensor([[1, 5, 6]])
-    built = model._get_logits_processor(
-        config, input_ids_seq_length=3, encoder_input_ids=prompt, device="cpu"
-    )
+    built = model._get_logits_processor(config, input_ids_seq_length=3, encoder_input_ids=prompt, device="cpu")
     return {type(processor).__name__ for processor in built} - OWN
 
 
@@ -512,11 +510,7 @@ def test_min_length_counts_the_prompt_and_min_new_tokens_does_not(model, options
     config._eos_token_tensor = torch.tensor([2])
     processors = model._get_logits_processor(config, input_ids_seq_length=prompt_length, device="cpu")
     masked = [
-        bool(
-            torch.isinf(
-                processors(torch.ones(1, prompt_length + new, dtype=torch.long), torch.zeros(1, VOCAB))[0, 2]
-            )
-        )
+        bool(torch.isinf(processors(torch.ones(1, prompt_length + new, dtype=torch.long), torch.zeros(1, VOCAB))[0, 2]))
         for new in range(12)
     ]
     assert masked == [new < expected for new in range(12)]
@@ -540,7 +534,5 @@ def test_seeds_are_the_same_in_every_process_and_version():
 
 def test_children_have_streams_of_their_own():
     seeds = {child_seed(request, child) for request in range(20) for child in range(20)}
-    requests = {
-        parameters(ordinal=child, engine_seed=request)[0].seed for request in range(20) for child in range(20)
-    }
+    requests = {parameters(ordinal=child, engine_seed=request)[0].seed for request in range(20) for child in range(20)}
     assert len(seeds | requests) == 800

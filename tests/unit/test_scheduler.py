@@ -29,6 +29,20 @@ def counts(plan) -> dict[str, int]:
     return {row.request_id: row.count for row in plan.rows}
 
 
+def step_until(engine, condition):
+    """Steps until the condition holds, at most 100 times; returns the last step's plan."""
+    for _ in range(100):
+        plan = engine.step()
+        if condition():
+            return plan
+    pytest.fail("it never came to that")
+
+
+def preempts(engine):
+    """The condition that a request lost its blocks."""
+    return lambda: engine.scheduler.counters.preemptions > 0
+
+
 # ------------------------------------------------------------------------------------- budgets and order
 
 
@@ -148,9 +162,7 @@ def test_a_request_may_fill_the_cache_to_its_last_place(simulation, length, max_
 @DEPTHS
 @pytest.mark.parametrize("policy", [FIFO, PREFILL_FIRST], ids=lambda policy: policy.name)
 def test_preempted_requests_find_their_prefix_again_and_get_the_same_tokens(simulation, policy, depth):
-    engine = simulation.SimulatedEngine(
-        num_blocks=12, page_size=16, max_batch_tokens=256, policy=policy, depth=depth
-    )
+    engine = simulation.SimulatedEngine(num_blocks=12, page_size=16, max_batch_tokens=256, policy=policy, depth=depth)
     for index in range(8):
         engine.add(f"r{index}", prompt(20, kind=index), max_new_tokens=60)
     engine.run()
@@ -176,16 +188,10 @@ def test_the_newest_gives_way_and_no_more_than_needed(simulation, depth):
     engine = simulation.SimulatedEngine(num_blocks=4, page_size=4, share_blocks=False, depth=depth)
     for name in ("first", "second", "third", "fourth"):
         engine.add(name, prompt(2, kind=len(name)), max_new_tokens=7)
-    preempted = []
-    for _ in range(20):
-        before = engine.scheduler.counters.preemptions
-        plan = engine.step()
-        preempted.append(engine.scheduler.counters.preemptions - before)
-        if preempted[-1]:
-            break
+    plan = step_until(engine, preempts(engine))
     # All four need a second block at once: the two oldest take those of the two newest.
-    assert preempted[-1] == 2
     assert counts(plan) == {"first": 1, "second": 1}
+    assert engine.scheduler.counters.preemptions == 2
     tokens = engine.run()
     assert [len(answer) for answer in tokens.values()] == [7] * 4
     assert engine.scheduler.counters.preemptions == 2
@@ -209,14 +215,14 @@ def test_the_last_running_request_is_never_preempted(simulation):
     assert engine.requests[0].num_preemptions == 0
 
 
-def test_a_victim_chosen_while_a_step_is_planned_leaves_it_and_returns_its_share(simulation):
+def test_a_victim_chosen_while_a_step_is_planned_leaves_the_step(simulation):
     """Prompts run first here, so that the newer request is planned before the older one needs its blocks."""
-    engine = simulation.SimulatedEngine(num_blocks=4, page_size=4, max_batch_tokens=10, policy=PREFILL_FIRST)
-    engine.add("old", prompt(4), max_new_tokens=12)
+    engine = simulation.SimulatedEngine(num_blocks=6, page_size=4, max_batch_tokens=7, policy=PREFILL_FIRST)
+    engine.add("old", prompt(7), max_new_tokens=8)
     engine.step()
-    engine.add("new", prompt(12, kind=2), max_new_tokens=4)
-    while engine.scheduler.counters.preemptions == 0:
-        plan = engine.step()
+    engine.add("new", prompt(15, kind=2), max_new_tokens=4)
+    plan = step_until(engine, preempts(engine))
+    assert counts(engine.plans[-2]) == {"new": 7}
     assert counts(plan) == {"old": 1}
     engine.run()
 
@@ -302,7 +308,7 @@ def test_generated_tokens_are_a_prefix_for_the_next_turn(simulation, depth):
     first = engine.add("first", prompt(5), max_new_tokens=8)
     engine.run()
     # 5 + 8 tokens, the last of them not in the cache: three whole blocks.
-    engine.add("second", first.token_ids + [7, 7])
+    engine.add("second", [*first.token_ids, 7, 7])
     engine.run()
     assert engine.requests[1].num_cached == 12
 
@@ -311,8 +317,7 @@ def test_generated_tokens_are_a_prefix_for_the_next_turn(simulation, depth):
 def test_blocks_completed_by_decoding_are_shared_while_their_request_runs(simulation, depth):
     engine = simulation.SimulatedEngine(page_size=4, depth=depth)
     running = engine.add("running", prompt(4), max_new_tokens=20)
-    while len(running.generated) < 6:
-        engine.step()
+    step_until(engine, lambda: len(running.generated) == 6)
     engine.add("other", running.token_ids)
     engine.run()
     assert engine.requests[1].num_cached == 8
@@ -403,44 +408,25 @@ def test_a_child_whose_parent_has_ended_computes_its_prompt_itself(simulation):
     assert [plan.num_tokens for plan in engine.plans] == [5, 5]
 
 
-def test_a_child_never_takes_over_the_cache_of_a_stranger_with_its_parents_name(simulation):
+def test_children_of_a_request_that_ended_have_nothing_to_do_with_the_next_one_of_its_name(simulation):
     engine = simulation.SimulatedEngine(max_requests=2, share_blocks=False)
     engine.add_family("a", prompt(5), max_new_tokens=1, size=2)
     engine.step()  # the parent ends before its child has started
     engine.add("a", prompt(5, kind=2), max_new_tokens=8)
-    assert engine.cancel("a")[0].generated_tokens == []
+    assert [output.request_id for output in engine.cancel("a")] == ["a"]
     engine.add("a", prompt(5, kind=3), max_new_tokens=8)
     engine.run()
-    assert engine.scheduler.counters.forks == 0
     assert engine.requests[1].status == RequestStatus.FINISHED
 
 
-def test_a_stranger_that_runs_under_the_parents_name_is_not_forked(simulation):
-    engine = simulation.SimulatedEngine(max_requests=2, share_blocks=False)
-    engine.add("blocker", prompt(2, kind=5), max_new_tokens=3)
-    engine.add_family("a", prompt(5), max_new_tokens=1, size=2)
-    engine.step()
-    stranger = engine.add("a", prompt(6, kind=2), max_new_tokens=12)
-    # Both wait for a row: the child was released to the front of the queue, so the stranger is moved before it.
-    engine.scheduler._waiting.remove(stranger)
-    engine.scheduler._waiting.appendleft(stranger)
+@pytest.mark.parametrize("difference", [{"kind": 2}, {"length": 6}, {"salt": "x"}])
+def test_a_child_forks_only_a_cache_that_holds_its_own_prompt(simulation, difference):
+    engine = simulation.SimulatedEngine(share_blocks=False)
+    engine.add("a", prompt(5), max_new_tokens=8)
+    tokens = prompt(difference.get("length", 5), kind=difference.get("kind", 1))
+    engine.add("child", tokens, salt=difference.get("salt"), parent_id="a")
     engine.run()
     assert engine.scheduler.counters.forks == 0
-
-
-def test_a_parent_that_resumes_in_this_step_is_not_copied_before_the_step_has_written_its_blocks(simulation):
-    """The parent resumes on a block that its twin completes in the very same step; a copy would come too early."""
-    engine = simulation.SimulatedEngine(num_blocks=32, page_size=4, max_batch_tokens=64)
-    parent = engine.add("a", prompt(6), max_new_tokens=20)
-    engine.step()
-    while len(parent.generated) < 7:
-        engine.step()
-    engine.scheduler._preempt(parent, engine.scheduler_draft())
-    engine.scheduler.reset_prefix_cache()
-    engine.add("twin", parent.token_ids, max_new_tokens=1)
-    engine.scheduler._waiting.rotate(1)
-    engine.add("a__child#0", parent.prompt_ids, parent_id="a", seed=1)
-    engine.run()
 
 
 # ------------------------------------------------------------------------------------------------- cancel
@@ -477,8 +463,7 @@ def in_each_state(simulation, depth: int):
     preempted = engine(num_blocks=3)
     preempted.add("other", prompt(4, kind=2), max_new_tokens=8)
     preempted.add("x", prompt(3), max_new_tokens=8)
-    while preempted.scheduler.counters.preemptions == 0:
-        preempted.step()
+    step_until(preempted, preempts(preempted))
     yield "preempted", preempted
     forked = engine()
     forked.add("other", prompt(6), max_new_tokens=9)
@@ -508,7 +493,7 @@ def test_a_request_can_be_cancelled_in_every_state_and_only_once(simulation, dep
 
 @DEPTHS
 def test_cancelled_requests_return_their_blocks_at_once_and_keep_their_tokens(simulation, depth):
-    engine = simulation.SimulatedEngine(num_blocks=32, depth=depth)
+    engine = simulation.SimulatedEngine(num_blocks=32, max_batch_tokens=64, depth=depth)
     for index in range(6):
         engine.add(f"r{index}", prompt(6, kind=index), max_new_tokens=9)
     for _ in range(4):
@@ -551,9 +536,7 @@ def test_failing_everything_ends_each_request_once_and_frees_all(simulation):
     engine.step()
     outputs = engine.scheduler.fail_all("the machine is on fire")
     assert sorted(output.request_id for output in outputs) == ["a", "a__child#0", "a__child#1", "b", "c"]
-    assert {(output.status, output.error) for output in outputs} == {
-        (RequestStatus.FAILED, "the machine is on fire")
-    }
+    assert {(output.status, output.error) for output in outputs} == {(RequestStatus.FAILED, "the machine is on fire")}
     assert not engine.scheduler.has_requests
     assert engine.blocks.num_in_use == 0
     assert engine.scheduler.counters.requests_failed == 5

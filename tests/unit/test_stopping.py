@@ -6,8 +6,8 @@ import pytest
 import torch
 import transformers
 
-from cbtriton.request import StopRules
-from cbtriton.stopping import StopStringMatcher, finish_reason
+from cbtriton.request import Request, SamplingParams, StopRules
+from cbtriton.stopping import StopChecker, StopDecision, StopStringMatcher, finish_reason
 
 
 @pytest.mark.parametrize(
@@ -158,3 +158,48 @@ def test_stop_strings_work_on_a_byte_level_tokenizer():
     assert not any("\ufffd" in text for text in texts)
     assert texts[-1] == "你好。\nHi 😀"
     assert shown == sorted(shown)
+
+
+def make_request(generated, *, streaming=False, **rules):
+    stop = StopRules(max_new_tokens=rules.pop("max_new_tokens", 9), **rules)
+    return Request("a", [1], SamplingParams(), stop, streaming=streaming, generated=generated)
+
+
+def no_tokenizer():
+    pytest.fail("asked for a tokenizer that nobody needs")
+
+
+@pytest.mark.parametrize(
+    ("generated", "rules", "expected"),
+    [
+        ([1, 2], {}, StopDecision(None, 2)),
+        ([1, 2], {"eos_token_ids": frozenset({2})}, StopDecision("eos", 2)),
+        ([1, 2], {"max_new_tokens": 2}, StopDecision("length", 2)),
+        ([1, 2], {"stop_sequences": ((1, 2),)}, StopDecision("eos", 2)),
+        # Rules on token ids come first: a request that has ended anyway needs no text.
+        ([1, 2], {"max_new_tokens": 2, "stop_strings": ("x",)}, StopDecision("length", 2)),
+    ],
+)
+def test_a_tokenizer_is_asked_for_only_where_stop_strings_decide(generated, rules, expected):
+    assert StopChecker(no_tokenizer).check(make_request(generated, **rules)) == expected
+
+
+def test_stop_strings_end_a_request_and_hold_back_what_may_begin_one():
+    checker = StopChecker(lambda: PieceTokenizer(["ab", "c", "d"]))
+
+    def check(generated, *, streaming):
+        return checker.check(make_request(generated, streaming=streaming, stop_strings=("cd",)))
+
+    assert check([0, 1], streaming=True) == StopDecision(None, 1)
+    assert check([0, 1, 0], streaming=True) == StopDecision(None, 3)
+    assert check([0, 1, 2], streaming=True) == StopDecision("eos", 3)
+    # Nobody sees the tokens of a request that does not stream before its end.
+    assert check([0, 1], streaming=False) == StopDecision(None, 2)
+    assert check([0, 1, 2], streaming=False) == StopDecision("eos", 3)
+
+
+def test_one_requests_stop_strings_do_not_stop_another():
+    checker = StopChecker(lambda: PieceTokenizer(["ab", "cd"]))
+    assert checker.check(make_request([0, 1], stop_strings=("cd",))).finish_reason == "eos"
+    assert checker.check(make_request([0, 1], stop_strings=("ce",))).finish_reason is None
+    assert checker.check(make_request([0, 1])).finish_reason is None
