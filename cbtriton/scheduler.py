@@ -322,21 +322,20 @@ class Scheduler:
     def _admit(self, request: Request, draft: _Draft) -> bool:
         """Starts a waiting request if memory allows; never preempts for it."""
         blocks = self._blocks
-        is_alone = not self._running
-        reserve = 0 if is_alone else int(self._limits.safety_margin * blocks.num_blocks)
-        if blocks.num_available < max(reserve, 1):
+        # A request that would run alone always passes, here and below: all blocks are available, and it fits them.
+        if blocks.num_available < max(int(self._limits.safety_margin * blocks.num_blocks), 1):
             return False
         token_ids = request.token_ids
         prefix = self._attach_prefix(request, token_ids, draft)
         # All that is known must fit: a prompt that stops half-way only takes memory from others.
         num_new = len(token_ids) - prefix.num_tokens
         room = blocks.num_addable_tokens(request.request_id, prefix.num_tokens)
-        if room < (1 if is_alone else num_new):
+        if room < num_new:
             blocks.release(request.request_id)
             return False
         self._count_admission(len(token_ids), prefix)
         row = self._enter_row(request, prefix.num_tokens)
-        share = self._share(request, row, min(num_new, draft.budget, room))
+        share = self._share(request, row, min(num_new, draft.budget))
         share.table_update = BlockTableUpdate(row, 0, blocks.block_ids(request.request_id))
         share.row_start = RowStart(
             row, token_ids, len(request.prompt_ids), request.sampling, request.stop.eos_token_ids

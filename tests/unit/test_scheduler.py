@@ -207,6 +207,17 @@ def test_many_requests_in_a_small_cache_get_on_with_every_step(simulation, share
     engine.run(max_steps=8 * 30)
 
 
+def test_the_share_of_a_victim_goes_to_requests_planned_after_it(simulation):
+    engine = simulation.SimulatedEngine(num_blocks=4, page_size=4, max_batch_tokens=4, policy=PREFILL_FIRST)
+    engine.add("old", prompt(3), max_new_tokens=9)
+    engine.add("middle", prompt(1, kind=2), max_new_tokens=3)
+    engine.add("new", prompt(5, kind=3), max_new_tokens=1)
+    plan = step_until(engine, preempts(engine))
+    # Of four tokens, "new" had three when "old" took its blocks: without them there is nothing left for "middle".
+    assert counts(plan) == {"old": 1, "middle": 1}
+    engine.run()
+
+
 def test_the_last_running_request_is_never_preempted(simulation):
     engine = simulation.SimulatedEngine(num_blocks=3, page_size=4)
     engine.add("a", prompt(5), max_new_tokens=8)
@@ -417,6 +428,22 @@ def test_children_of_a_request_that_ended_have_nothing_to_do_with_the_next_one_o
     engine.add("a", prompt(5, kind=3), max_new_tokens=8)
     engine.run()
     assert engine.requests[1].status == RequestStatus.FINISHED
+
+
+def test_a_parent_that_resumes_is_not_forked_before_its_blocks_are_written(simulation):
+    """Twins lose everything to an older request. Once it has ended, one step admits all: the first twin computes the
+    prompt anew, the second one shares its blocks, and the second one's child must not copy them before that step."""
+    engine = simulation.SimulatedEngine(num_blocks=5, page_size=4, max_requests=3)
+    engine.add("old", prompt(6, kind=2), max_new_tokens=15)
+    engine.add("twin", prompt(3), max_new_tokens=9)
+    engine.add("parent", prompt(3), max_new_tokens=9)
+    engine.add("child", prompt(3), max_new_tokens=9, seed=1, parent_id="parent")
+    engine.run()
+    assert [start.row for plan in engine.plans if len(plan.row_starts) == 3 for start in plan.row_starts] == [
+        0,
+        1,
+        2,
+    ] * 2
 
 
 @pytest.mark.parametrize("difference", [{"kind": 2}, {"length": 6}, {"salt": "x"}])
