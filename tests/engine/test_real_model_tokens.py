@@ -100,8 +100,15 @@ def check(model, case: Case, prompts: list[list[int]], expected: Expected) -> No
         if output is None or output.generated_tokens != expected(prompt)
     ]
     assert not differing, f"prompts of these lengths differ: {differing}"
-    assert (stats.preemptions > 0) == case.is_pool_small
-    assert (stats.prefix_cached_tokens > 0) == case.share
+    # A page of 256 tokens holds most of these requests whole: nothing need grow out of its block or be shared.
+    if not case.is_pool_small:
+        assert stats.preemptions == 0
+    elif case.page_size < 256:
+        assert stats.preemptions > 0
+    if not case.share:
+        assert stats.prefix_cached_tokens == 0
+    elif case.page_size < 256:
+        assert stats.prefix_cached_tokens > 0
 
 
 QUICK = [
