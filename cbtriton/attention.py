@@ -102,35 +102,10 @@ class PagedAttention:
         self._kernels.kv_write(key[0].transpose(0, 1), value[0].transpose(0, 1), layer.key, layer.value, context.slots)
         tokens = query[0].transpose(0, 1)
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        where = (layer.key, layer.value, context.block_tables, context.rows)
+        how = (context.attention_plan, scale, call.window, call.softcap, s_aux, context.max_kv)
         if context.path == "decode":
-            out = self._kernels.decode_attention(
-                tokens,
-                layer.key,
-                layer.value,
-                context.block_tables,
-                context.rows,
-                context.seq_lens,
-                context.attention_plan,
-                scale,
-                call.window,
-                call.softcap,
-                s_aux,
-                context.max_kv,
-            )
+            out = self._kernels.decode_attention(tokens, *where, context.seq_lens, *how)
         else:
-            out = self._kernels.varlen_attention(
-                tokens,
-                layer.key,
-                layer.value,
-                context.block_tables,
-                context.rows,
-                context.cu_seqlens_q,
-                context.seq_lens,
-                context.attention_plan,
-                scale,
-                call.window,
-                call.softcap,
-                s_aux,
-                context.max_kv,
-            )
+            out = self._kernels.varlen_attention(tokens, *where, context.cu_seqlens_q, context.seq_lens, *how)
         return out.unsqueeze(0), None

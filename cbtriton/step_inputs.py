@@ -62,8 +62,8 @@ class StepInputsWriter:
         self._table = table
         self._vocab_size = vocab_size
         self._device = device
-        # What each row asks for, kept on the host so that no step has to read it back.
-        self._row_sampling: dict[int, SamplingParams] = {}
+        # What the rows that are not greedy ask for, kept on the host so that no step has to read it back.
+        self._drawing: dict[int, SamplingParams] = {}
         self._row_min_position: dict[int, int] = {}
 
     def fill(self, plan: BatchPlan, bucket: Bucket) -> StepInputs:
@@ -103,8 +103,7 @@ class StepInputsWriter:
         )
 
     def _features(self, sample_rows: Sequence[int], sample_positions: Sequence[int]) -> SampleFeatures:
-        asked = {self._row_sampling[row] for row in sample_rows}
-        drawn = [params for params in asked if not params.is_greedy]
+        drawn = [self._drawing[row] for row in sample_rows if row in self._drawing]
         return SampleFeatures(
             all_greedy=not drawn,
             use_top_k=any(0 < params.top_k < self._vocab_size for params in drawn),
@@ -119,7 +118,9 @@ class StepInputsWriter:
     def _start_rows(self, row_starts: Sequence[RowStart]) -> None:
         table = self._table
         for start in row_starts:
-            self._row_sampling[start.row] = start.sampling
+            self._drawing.pop(start.row, None)
+            if not start.sampling.is_greedy:
+                self._drawing[start.row] = start.sampling
             self._row_min_position[start.row] = start.prompt_length + start.sampling.min_new_tokens
             table.token_table[start.row, : len(start.token_ids)] = self._to_device(start.token_ids)
         rows = self._to_device([start.row for start in row_starts]).long()

@@ -19,6 +19,8 @@ from torch import Tensor
 _GATHER_BYTES = 2 << 20
 # Query tokens per masked call: bounds the mask and the explicit path's scores, and lets early queries skip late keys.
 _QUERIES_PER_CALL = 512
+# Shorter common beginnings are not worth a call of their own.
+_MIN_SHARED_TOKENS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +65,9 @@ def attend_single(
 ) -> Tensor:
     """Attention of one query token per row over the row's whole context.
 
+    Rows that begin with the same cached blocks attend to those together: one call over the shared keys, read once, for
+    the queries of all, merged with what each row's own keys give.
+
     Args:
         query: `[R, Hq, Dk]`.
         key_cache: `[N, P, Hkv, Dk]`.
@@ -76,26 +81,97 @@ def attend_single(
     """
     num_kv_heads, value_dim = value_cache.shape[2:]
     keys, values = key_cache.view(-1, *key_cache.shape[2:]), value_cache.view(-1, num_kv_heads, value_dim)
-    grouped_query = query.unflatten(1, (num_kv_heads, -1))
+    query = query.unflatten(1, (num_kv_heads, -1))
     sinks = None if scoring.sinks is None else scoring.sinks.view(num_kv_heads, -1)
-    out = values.new_zeros(*grouped_query.shape[:3], value_dim)
-    seen = [min(length, scoring.window or length) for length in lengths]
+    out = values.new_zeros(*query.shape[:3], value_dim)
+    lse = torch.full(query.shape[:3], -torch.inf, device=out.device)
+    has_flash = _has_flash(query, keys, values, scoring)
+    families = _families(plan, lengths) if has_flash and not scoring.window else []
+
+    # Where the keys begin that a row attends to by itself.
+    begins = [max(0, length - scoring.window) if scoring.window else 0 for length in lengths]
+    for family in families:
+        for row in family.rows:
+            begins[row] = family.num_shared
+    counts = [length - begin for length, begin in zip(lengths, begins, strict=True)]
     token_bytes = (keys.shape[2] + value_dim) * num_kv_heads * keys.element_size()
-    for group in _groups(seen, max_tokens=_GATHER_BYTES // token_bytes):
-        longest, shortest = seen[group[0]], seen[group[-1]]
+    for group in _groups(counts, max_tokens=_GATHER_BYTES // token_bytes):
+        longest, shortest = counts[group[0]], counts[group[-1]]
         index = torch.tensor(group, device=plan.device)
-        last = torch.tensor([[lengths[i] - 1] for i in group], device=plan.device)
+        last = torch.tensor([[lengths[row] - 1] for row in group], device=plan.device)
+        first = torch.tensor([[begins[row]] for row in group], device=plan.device)
         positions = last - torch.arange(longest - 1, -1, -1, device=plan.device)
         slots = plan[index[:, None], positions.clamp(min=0)].flatten()
-        out[index] = _attend(
-            grouped_query[index],
-            keys.index_select(0, slots).unflatten(0, positions.shape).transpose(1, 2),
-            values.index_select(0, slots).unflatten(0, positions.shape).transpose(1, 2),
-            _additive_mask(positions >= 0)[:, None, None, :] if longest != shortest else None,
-            scoring,
-            sinks,
-        )
+        key = keys.index_select(0, slots).unflatten(0, positions.shape).transpose(1, 2)
+        value = values.index_select(0, slots).unflatten(0, positions.shape).transpose(1, 2)
+        mask = _additive_mask(positions >= first)[:, None, None, :] if longest != shortest else None
+        if has_flash:
+            out[index], lse[index] = _flash(query[index], key, value, mask, scoring.scale)
+        else:
+            out[index] = _attend_explicit(query[index], key, value, mask, scoring, sinks)
+
+    for family in families:
+        _merge_shared(out, lse, query, keys, values, plan[family.rows[0], : family.num_shared], family, scoring.scale)
+    if has_flash and sinks is not None:
+        out = _with_sinks(out, lse, sinks)
     return out.flatten(1, 2)
+
+
+@dataclass(frozen=True, slots=True)
+class _Family:
+    """Rows whose first `num_shared` tokens lie in the same slots, and that have more tokens than these."""
+
+    rows: list[int]
+    num_shared: int
+
+
+def _families(plan: Tensor, lengths: list[int]) -> list[_Family]:
+    """Groups the rows that share enough of their context to gain from attending to it together."""
+    by_first_slot: dict[int, list[int]] = {}
+    for row, (slot, length) in enumerate(zip(plan[:, 0].tolist(), lengths, strict=True)):
+        if length > _MIN_SHARED_TOKENS:
+            by_first_slot.setdefault(slot, []).append(row)
+    families: list[_Family] = []
+    for rows in by_first_slot.values():
+        if len(rows) > 1:
+            slots = plan[rows]
+            common = (slots == slots[0]).to(torch.int32).cumprod(1).sum(1).tolist()
+            # Each row's last token is its own, and what the plan repeats behind it does not count.
+            num_shared = {row: min(count, lengths[row] - 1) for row, count in zip(rows, common, strict=True)}
+            members = [row for row, count in num_shared.items() if count >= _MIN_SHARED_TOKENS]
+            if len(members) > 1:
+                families.append(_Family(members, min(num_shared[row] for row in members)))
+    return families
+
+
+def _merge_shared(
+    out: Tensor,
+    lse: Tensor,
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    slots: Tensor,
+    family: _Family,
+    scale: float,
+) -> None:
+    """Adds the keys in `slots` to what a family's rows attend to: changes their `out [R, Hkv, G, Dv]` and `lse`."""
+    index = torch.tensor(family.rows, device=out.device)
+    own_query = query[index]
+    num_rows, _, num_groups, _ = own_query.shape
+    # The queries of all rows and their groups, by KV head: [1, Hkv, rows * G, Dk].
+    shared_out, shared_lse = _flash(
+        own_query.transpose(0, 1).flatten(1, 2).unsqueeze(0),
+        keys.index_select(0, slots).transpose(0, 1).unsqueeze(0),
+        values.index_select(0, slots).transpose(0, 1).unsqueeze(0),
+        None,
+        scale,
+    )
+    shared_out = shared_out[0].unflatten(1, (num_rows, num_groups)).transpose(0, 1)
+    shared_lse = shared_lse[0].unflatten(1, (num_rows, num_groups)).transpose(0, 1)
+    total = torch.logaddexp(shared_lse, lse[index])
+    merged = shared_out * (shared_lse - total).exp().unsqueeze(-1)
+    merged += out[index] * (lse[index] - total).exp().unsqueeze(-1)
+    out[index], lse[index] = merged.to(out.dtype), total
 
 
 def attend_sequence(
@@ -181,19 +257,23 @@ def _attend(
     Returns:
         `[B, H, Q, Dv]` of the value's dtype.
     """
-    has_flash = query.device.type == "cpu" and key.shape[-1] == value.shape[-1] and scoring.softcap == 0.0
-    return (_attend_flash if has_flash else _attend_explicit)(query, key, value, mask, scoring, sinks)
+    if not _has_flash(query, key, value, scoring):
+        return _attend_explicit(query, key, value, mask, scoring, sinks)
+    out, lse = _flash(query, key, value, mask, scoring.scale)
+    return out if sinks is None else _with_sinks(out, lse, sinks)
 
 
-def _attend_flash(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scoring: Scoring, sinks: Tensor | None
-) -> Tensor:
+def _has_flash(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> bool:
+    return query.device.type == "cpu" and key.shape[-1] == value.shape[-1] and scoring.softcap == 0.0
+
+
+def _flash(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
+    """Attention `[B, H, Q, D]` and the log-sum-exp of its scores, `[B, H, Q]` fp32; arguments as in `_attend`."""
     key, value = (x.expand(-1, query.shape[1], -1, -1) for x in (key, value))
-    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        query, key, value, attn_mask=mask, scale=scoring.scale
-    )
-    if sinks is None:
-        return out
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, attn_mask=mask, scale=scale)
+
+
+def _with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
     # exp(lse) / (exp(lse) + exp(sink)): the share of the softmax that the keys keep
     return (out * torch.sigmoid(lse - sinks).unsqueeze(-1)).to(out.dtype)
 

@@ -299,6 +299,11 @@ class SimulatedEngine:
         self.blocks.check_invariants()
         assert self.blocks.num_available + self.blocks.num_in_use == self.blocks.num_blocks
         assert self.blocks.num_cached <= self.blocks.num_available
+        for request in self.requests:
+            if request.row is None and not request.is_terminal:
+                assert request.num_computed == request.num_in_flight == 0, (
+                    "a request without blocks has computed tokens"
+                )
         ended = [output.request_id for output in self.finals]
         num_open = self.scheduler.num_running + self.scheduler.num_waiting
         assert len(ended) + num_open == len(self.requests), "a request was lost or ended twice"

@@ -46,6 +46,24 @@ def test_rows_of_any_mix_of_lengths_match_fp64(implementation, oracles, attentio
     torch.testing.assert_close(_decode(implementation, step).double(), _expected(oracles, step), rtol=2e-5, atol=2e-5)
 
 
+@pytest.mark.parametrize("with_sinks", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_that_share_their_first_blocks_match_fp64(
+    implementation, oracles, attention_cases, dtype, with_sinks
+) -> None:
+    shape = attention_cases.Shape(num_heads=9, num_kv_heads=3, page_size=24, has_sinks=with_sinks)
+    lengths = [200, 97, 98, 500, 300, 120, 70, 96]
+    step = attention_cases.make_step(shape, dtype, [(length - 1, 1) for length in lengths])
+    rows = step.rows.long()
+    # Rows 0 to 3 share four blocks, rows 4 and 5 three others; row 6 shares too few and row 7 shares none.
+    for members, num_blocks in (((0, 1, 2, 3), 4), ((4, 5), 3), ((0, 6), 2)):
+        for member in members[1:]:
+            step.block_tables[rows[member], :num_blocks] = step.block_tables[rows[members[0]], :num_blocks]
+    tolerance = attention_cases.TOLERANCE[dtype]
+    got = _decode(implementation, step).double()
+    torch.testing.assert_close(got, _expected(oracles, step), rtol=tolerance, atol=tolerance)
+
+
 def test_a_row_gives_the_same_alone_and_beside_others(implementation, attention_cases) -> None:
     shape = attention_cases.Shape()
     step = attention_cases.make_step(shape, torch.float32, [(29, 1), (3, 1), (40, 1), (40, 1)])
