@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import pkgutil
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
@@ -41,11 +41,6 @@ class KernelSet:
         return ", ".join(f"{slot}={name}" for slot, name in self.names)
 
 
-def kernel_slots() -> tuple[str, ...]:
-    """Names of all slots."""
-    return tuple(field.name for field in fields(KernelConfig) if field.name != "default")
-
-
 def implementations(slot: str) -> tuple[str, ...]:
     """Names of the implementations of a slot: the modules in its folder."""
     package = importlib.import_module(f"cbtriton.kernels.{slot}")
@@ -61,7 +56,7 @@ def choose_kernels(config: KernelConfig) -> KernelSet:
     Raises:
         ValueError: A named implementation does not exist, or Triton was asked for where a slot has none.
     """
-    names = {slot: _choose(slot, getattr(config, slot), config.default) for slot in kernel_slots()}
+    names = {slot: _choose(slot, asked, config.default) for slot, asked in config.slots().items()}
     modules = {slot: importlib.import_module(f"cbtriton.kernels.{slot}.{name}") for slot, name in names.items()}
     kernels = {slot: _function(module, slot) for slot, module in modules.items()}
     return KernelSet(

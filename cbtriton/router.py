@@ -79,11 +79,6 @@ class OutputRouter:
             while request_id in self._handlers and (output := self._pop(request_id)) is not None:
                 self._call_handler(output)
 
-    def unregister(self, request_id: str) -> None:
-        """Removes a handler; harmless when there is none."""
-        with self._changed:
-            self._handlers.pop(request_id, None)
-
     def get(
         self, request_id: str | None, timeout: float | None, may_come: Callable[[], bool]
     ) -> GenerationOutput | None:
