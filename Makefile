@@ -17,7 +17,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_ROOT_USER_ACTION := ignore
 ARGS ?=
 
-.PHONY: help demo test test-slow lint types format bench clean
+.PHONY: help demo test test-engine test-kernels test-gpu test-slow lint types format bench clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -32,10 +32,19 @@ $(STAMP): pyproject.toml constraints/cpu.txt
 demo: $(STAMP)  ## Answer the chat prompts with a real small model: make demo ARGS="model=tiny_random"
 	@$(BIN)/cbtriton $(ARGS)
 
-test: lint types  ## Lint, types and all tests but the slow and the GPU ones
-	@$(BIN)/python -m pytest $(ARGS)
+test: lint types test-engine test-kernels  ## Lint, types and all tests but the slow and the GPU ones
 
-test-slow: $(STAMP)  ## The slow tests: the whole token-for-token comparison
+test-engine: $(STAMP)  ## All tests but those of the kernels
+	@$(BIN)/python -m pytest --ignore=tests/kernels $(ARGS)
+
+# A process of its own: Triton's interpreter is on or off for a whole process.
+test-kernels: $(STAMP)  ## Every kernel against its contract, Triton's under its interpreter
+	@$(BIN)/python -m pytest tests/kernels $(ARGS)
+
+test-gpu: $(STAMP)  ## Every kernel and the engine on the GPU
+	@$(BIN)/python -m pytest -m gpu tests/kernels tests/engine/test_gpu.py $(ARGS)
+
+test-slow: $(STAMP)  ## The slow tests: all token-for-token comparisons, all kernels compiled for all GPUs (hours)
 	@$(BIN)/python -m pytest -m slow $(ARGS)
 
 lint: $(STAMP)  ## Rules and formatting

@@ -7,15 +7,27 @@ also have a `plan` function. A new file in the folder is found without an edit h
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import pkgutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
+import torch
+
 from cbtriton.config import KernelConfig
 
 REFERENCE = "reference"
+# What "triton", and "auto" where it runs natively, mean for each slot.
+TRITON = {
+    "prepare_inputs": "per_row",
+    "kv_write": "vectorized",
+    "varlen_attention": "flash",
+    "decode_attention": "split_kv",
+    "sample": "fused",
+    "block_copy": "vectorized",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,17 +59,21 @@ def implementations(slot: str) -> tuple[str, ...]:
     return tuple(sorted(module.name for module in pkgutil.iter_modules(package.__path__)))
 
 
-def choose_kernels(config: KernelConfig) -> KernelSet:
+def choose_kernels(config: KernelConfig, device: torch.device) -> KernelSet:
     """Resolves a `KernelConfig` to callables.
 
     Args:
         config: What was asked for. `auto` takes Triton kernels where they can run natively, else the reference.
+        device: Where the kernels will run.
 
     Raises:
-        ValueError: A named implementation does not exist, or Triton was asked for where a slot has none.
+        ValueError: A named implementation does not exist.
+        RuntimeError: A Triton kernel was asked for by name, or all of them by `triton`, where none can run.
     """
-    names = {slot: _choose(slot, asked, config.default) for slot, asked in config.slots().items()}
+    names = {slot: _choose(slot, asked, config.default, device) for slot, asked in config.slots().items()}
     modules = {slot: importlib.import_module(f"cbtriton.kernels.{slot}.{name}") for slot, name in names.items()}
+    if _needs_triton(modules.values()):
+        _triton_target(device, required=True)
     kernels = {slot: _function(module, slot) for slot, module in modules.items()}
     return KernelSet(
         names=tuple(names.items()),
@@ -67,18 +83,34 @@ def choose_kernels(config: KernelConfig) -> KernelSet:
     )
 
 
-def _choose(slot: str, asked: str | None, default: str) -> str:
-    available = implementations(slot)
+def _choose(slot: str, asked: str | None, default: str, device: torch.device) -> str:
     if asked is not None:
+        available = implementations(slot)
         if asked not in available:
             raise ValueError(f"kernel slot {slot} has no implementation {asked!r}; available: {', '.join(available)}")
         return asked
-    if default == "triton":
-        raise ValueError(
-            f"kernels.default is 'triton', but slot {slot} has no Triton implementation in this version "
-            f"(available: {', '.join(available)}); use 'auto' or 'reference'"
-        )
+    if default == "triton" or (default == "auto" and _triton_target(device, required=False) is not None):
+        return TRITON[slot]
     return REFERENCE
+
+
+def _triton_target(device: torch.device, required: bool) -> str | None:
+    """What runs Triton kernels on `device`: natively, or if they are `required` by the interpreter where that is on."""
+    # Triton has no wheels for some systems, and the references do without it.
+    if importlib.util.find_spec("triton") is None:
+        if required:
+            raise RuntimeError(
+                "these kernels need the package triton, which is not installed; choose kernels=reference"
+            )
+        return None
+    launching = importlib.import_module("cbtriton.kernels._launch")
+    return launching.target_of(device) if required else launching.native_target(device)
+
+
+def _needs_triton(modules: Iterable[ModuleType]) -> bool:
+    return importlib.util.find_spec("triton") is not None and any(
+        map(importlib.import_module("cbtriton.kernels._launch").uses_triton, modules)
+    )
 
 
 def _function(module: ModuleType, name: str) -> Callable[..., Any]:

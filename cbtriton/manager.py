@@ -108,7 +108,7 @@ class ContinuousBatchingManager:
         self.kernel_config = kernel_config = KernelConfig.from_any(kernel_config)
         if not config.auto_switch_to_flash and kernel_config.default == "auto":
             kernel_config = replace(kernel_config, default="reference")
-        self._kernels = choose_kernels(kernel_config)
+        self._kernels = choose_kernels(kernel_config, self._adapter.device)
         self.kernel_names = self._kernels.names
         with self._no_caller_modes():
             self._layout = self._adapter.inspect_layout()
@@ -177,7 +177,7 @@ class ContinuousBatchingManager:
         if model is not self.model:
             raise ValueError("model must be the one that this manager was made for")
         if not auto_switch_to_flash and self._engine is None:
-            self._kernels = choose_kernels(KernelConfig(default="reference"))
+            self._kernels = choose_kernels(KernelConfig(default="reference"), self._adapter.device)
             self.kernel_names = self._kernels.names
         self.warmup()
 

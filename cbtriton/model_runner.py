@@ -131,7 +131,9 @@ class ModelRunner:
                 cu_seqlens_q=cu_seqlens_q,
                 seq_lens=seq_lens,
                 slots=slots,
-                attention_plan=plan_attention(table.block_tables, inputs.rows, seq_lens, page_size, bucket.max_kv),
+                attention_plan=plan_attention(
+                    table.block_tables, inputs.rows, cu_seqlens_q, seq_lens, page_size, bucket.max_kv
+                ),
                 max_kv=bucket.max_kv,
             )
         )

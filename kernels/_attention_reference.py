@@ -40,12 +40,15 @@ class Scoring:
     sinks: Tensor | None
 
 
-def plan_slots(block_tables: Tensor, rows: Tensor, seq_lens: Tensor, page_size: int, max_kv: int) -> Tensor:
+def plan_slots(
+    block_tables: Tensor, rows: Tensor, cu_seqlens_q: Tensor, seq_lens: Tensor, page_size: int, max_kv: int
+) -> Tensor:
     """The cache slot of every token that the step's rows attend to.
 
     Args:
         block_tables: `[num_rows, max_blocks]` int32.
         rows: `[R]` int32, the table row of each entry of the step.
+        cu_seqlens_q: `[R + 1]` int32, prefix sums of the query lengths; not needed here.
         seq_lens: `[R]` int32, tokens of each entry after this step; 0 for padding.
         page_size: Tokens per page.
         max_kv: At least the longest of `seq_lens`, and at least 1.

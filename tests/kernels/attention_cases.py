@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ class Shape:
     has_sinks: bool = False
 
 
-# One changes at a time, then together. Groups of 1, 3, 4, 5, 8 query heads per KV head.
+# One changes at a time, then together. Groups of 1 to 71 query heads per KV head.
 SHAPES = {
     "plain": Shape(),
     "page 1": Shape(page_size=1),
@@ -38,6 +38,11 @@ SHAPES = {
     "head 80": Shape(key_dim=80, value_dim=80),
     "head 96": Shape(key_dim=96, value_dim=96),
     "head 128": Shape(key_dim=128, value_dim=128),
+    "head 192": Shape(key_dim=192, value_dim=192, num_heads=2),
+    "head 256": Shape(key_dim=256, value_dim=256, num_heads=2),
+    "group 16": Shape(num_heads=16, num_kv_heads=1),
+    "group 71": Shape(num_heads=71, num_kv_heads=1, key_dim=16, value_dim=16),
+    "6 KV heads": Shape(num_heads=6, num_kv_heads=6, key_dim=16, value_dim=16),
     "value smaller": Shape(key_dim=96, value_dim=64),
     "value larger": Shape(key_dim=40, value_dim=80, num_heads=6),
     "window 1": Shape(window=1),
@@ -72,7 +77,8 @@ class Step:
 
     def plan(self, implementation) -> Tensor:
         """The implementation's plan for this step."""
-        return implementation.plan(self.block_tables, self.rows, self.seq_lens, self.key_cache.shape[1], self.max_kv)
+        tables = self.block_tables, self.rows, self.cu_seqlens_q, self.seq_lens
+        return implementation.plan(*tables, self.key_cache.shape[1], self.max_kv)
 
     @property
     def options(self) -> tuple:
@@ -124,3 +130,35 @@ def make_step(shape: Shape, dtype: torch.dtype, entries: list[tuple[int, int]], 
         sinks=normal(shape.num_heads) if shape.has_sinks else None,
         max_kv=max(*lengths, 1),
     )
+
+
+def entries_of(step: Step, order: list[int]) -> Step:
+    """The same caches and tables, with only some of the entries, in some order."""
+    begins = step.cu_seqlens_q.tolist()
+    counts = [begins[i + 1] - begins[i] for i in order]
+    return replace(
+        step,
+        query=torch.cat([step.query[begins[i] : begins[i + 1]] for i in order]),
+        rows=step.rows[order],
+        cu_seqlens_q=torch.tensor([0, *counts]).cumsum(0).to(torch.int32),
+        seq_lens=step.seq_lens[order],
+        max_kv=int(step.seq_lens[order].max()),
+    )
+
+
+def with_moved_pages(step: Step) -> Step:
+    """The same contents in other blocks."""
+    order = torch.randperm(len(step.key_cache), generator=torch.Generator().manual_seed(1))
+    return replace(
+        step,
+        key_cache=step.key_cache[order],
+        value_cache=step.value_cache[order],
+        block_tables=order.argsort()[step.block_tables.long()].to(torch.int32),
+    )
+
+
+def spread_out(tokens: Tensor) -> Tensor:
+    """`tokens [2, heads, dim]` more than 2^31 elements apart, in memory that is never touched in between."""
+    far = torch.empty(2**31 + 4096 + tokens[0].numel(), dtype=tokens.dtype)
+    spread = far.as_strided(tokens.shape, (2**31 + 4096, tokens.shape[2], 1))
+    return spread.copy_(tokens)

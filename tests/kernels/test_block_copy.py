@@ -35,7 +35,7 @@ def test_blocks_beyond_two_to_the_31_elements(implementation) -> None:
     assert (value_cache[-1] == 2.5).all()
 
 
-def test_operator_declares_what_it_does(implementation) -> None:
+def test_operator_declares_what_it_does(implementation, opcheck) -> None:
     key_cache, value_cache = torch.randn(6, 5, 3, 16), torch.randn(6, 5, 3, 8)
     args = (key_cache, value_cache, torch.tensor([4, 1]), torch.tensor([3, 0]))
-    torch.library.opcheck(implementation.block_copy.op, args)
+    opcheck(implementation.block_copy, args)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -70,7 +72,7 @@ def test_a_row_gives_the_same_alone_and_beside_others(implementation, attention_
     together = _decode(implementation, step)
     for i, length in enumerate(step.seq_lens.tolist()):
         row, seq_len = step.rows[i : i + 1], step.seq_lens[i : i + 1]
-        plan = implementation.plan(step.block_tables, row, seq_len, shape.page_size, length)
+        plan = implementation.plan(step.block_tables, row, step.cu_seqlens_q[:2], seq_len, shape.page_size, length)
         alone = implementation.decode_attention(
             step.query[i : i + 1],
             step.key_cache,
@@ -85,11 +87,33 @@ def test_a_row_gives_the_same_alone_and_beside_others(implementation, attention_
         torch.testing.assert_close(alone[0], together[i], rtol=1e-6, atol=1e-6)
 
 
+# Around the tiles and the splits of the kernels that have them.
+LENGTHS = [1, 31, 32, 33, 255, 256, 257, 511, 513, 600]
+
+
+@pytest.mark.parametrize("window", [0, 300])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_bits_of_a_row_are_the_same_alone_and_in_any_batch(implementation, attention_cases, dtype, window) -> None:
+    if not getattr(implementation, "BATCH_INVARIANT", False):
+        pytest.skip("this implementation does not promise it")
+    shape = attention_cases.Shape(num_heads=3, num_kv_heads=1, page_size=24, window=window, has_sinks=True)
+    step = attention_cases.make_step(shape, dtype, [(length - 1, 1) for length in LENGTHS])
+    together = _decode(implementation, step)
+    for i in (0, 3, 6, 9):
+        alone = _decode(implementation, attention_cases.entries_of(step, [i]))
+        torch.testing.assert_close(alone[0], together[i], rtol=0, atol=0)
+    order = torch.randperm(len(LENGTHS), generator=torch.Generator().manual_seed(0)).tolist()
+    permuted = _decode(implementation, attention_cases.entries_of(step, order))
+    torch.testing.assert_close(permuted, together[order], rtol=0, atol=0)
+    moved = _decode(implementation, attention_cases.with_moved_pages(step))
+    torch.testing.assert_close(moved, together, rtol=0, atol=0)
+
+
 def test_padding_rows_give_zeros_and_a_larger_max_kv_changes_nothing(implementation, oracles, attention_cases) -> None:
     step = attention_cases.make_step(attention_cases.Shape(), torch.float32, [(0, 0), (20, 1), (0, 0)], num_padding=2)
     # Entry 1 owns query token 1; the padding rows have tokens of their own here.
     step.cu_seqlens_q.copy_(torch.tensor([1, 1, 2, 2]))
-    plan = implementation.plan(step.block_tables, step.rows, step.seq_lens, 16, 64)
+    plan = implementation.plan(step.block_tables, step.rows, step.cu_seqlens_q, step.seq_lens, 16, 64)
     got = implementation.decode_attention(
         step.query,
         step.key_cache,
@@ -114,6 +138,23 @@ def test_softcap_is_stable_for_huge_scores(implementation, attention_cases) -> N
     assert got.any()
 
 
+@pytest.mark.parametrize("softcap", [30.0, 50.0])
+@pytest.mark.parametrize("size", [1e4, 3e38])
+def test_scores_of_any_size_are_capped_to_the_cap(implementation, attention_cases, softcap, size) -> None:
+    shape = attention_cases.Shape(num_heads=2, num_kv_heads=1, key_dim=16, value_dim=16, softcap=softcap)
+    step = attention_cases.make_step(shape, torch.float32, [(2, 1)])
+    block = step.block_tables[step.rows.long(), 0]
+    step.query.zero_()
+    step.query[0, :, 0] = torch.tensor([1.0, -1.0]) * size**0.5
+    # Scores of head 0 are size, -size and 0; those of head 1 the opposite.
+    step.key_cache[block, :3] = 0
+    step.key_cache[block, 0, 0, 0], step.key_cache[block, 1, 0, 0] = size**0.5, -(size**0.5)
+    got = _decode(implementation, replace(step, scale=1.0))
+    values = step.value_cache[block, :3, 0][0].double()
+    weights = torch.tensor([[softcap, -softcap, 0.0], [-softcap, softcap, 0.0]], dtype=torch.float64).softmax(-1)
+    torch.testing.assert_close(got[0].double(), weights @ values, rtol=2e-5, atol=2e-5)
+
+
 def test_a_huge_sink_takes_all_and_a_tiny_one_takes_nothing(implementation, oracles, attention_cases) -> None:
     step = attention_cases.make_step(attention_cases.Shape(has_sinks=True), torch.float32, [(20, 1), (7, 1)])
     step.sinks.copy_(torch.tensor([200.0, -200.0, 0.0, 200.0]))
@@ -130,14 +171,22 @@ def test_blocks_beyond_two_to_the_31_elements(implementation) -> None:
     key_cache[-1, :2], value_cache[-1, 0], value_cache[-1, 1] = 0.5, 1.0, 3.0
     table = torch.tensor([[num_blocks - 1]], dtype=torch.int32)
     row, length = torch.zeros(1, dtype=torch.int32), torch.tensor([2], dtype=torch.int32)
-    plan = implementation.plan(table, row, length, page_size, 2)
+    plan = implementation.plan(table, row, torch.tensor([0, 1], dtype=torch.int32), length, page_size, 2)
     query = torch.ones(1, 8, 256, dtype=torch.float16)
     got = implementation.decode_attention(query, key_cache, value_cache, table, row, length, plan, 1.0, 0, 0.0, None, 2)
     assert (got == 2.0).all()
 
 
-def test_operator_declares_what_it_does(implementation, attention_cases) -> None:
+def test_queries_beyond_two_to_the_31_elements(implementation, oracles, attention_cases) -> None:
+    step = attention_cases.make_step(attention_cases.Shape(page_size=4), torch.float32, [(6, 1), (2, 1)])
+    far = attention_cases.spread_out(step.query)
+    torch.testing.assert_close(
+        _decode(implementation, replace(step, query=far)).double(), _expected(oracles, step), rtol=2e-5, atol=2e-5
+    )
+
+
+def test_operator_declares_what_it_does(implementation, opcheck, attention_cases) -> None:
     step = attention_cases.make_step(attention_cases.Shape(has_sinks=True), torch.float32, [(20, 1), (7, 1)])
     caches = step.key_cache.nan_to_num(), step.value_cache.nan_to_num()
     args = (step.query, *caches, step.block_tables, step.rows, step.seq_lens, step.plan(implementation))
-    torch.library.opcheck(implementation.decode_attention.op, (*args, *step.options, step.max_kv))
+    opcheck(implementation.decode_attention, (*args, *step.options, step.max_kv))

@@ -78,8 +78,8 @@ def test_slots_beyond_two_to_the_31_elements(implementation) -> None:
     torch.testing.assert_close(key_cache[0, 3], key[1], rtol=0, atol=0)
 
 
-def test_operator_declares_what_it_does(implementation) -> None:
+def test_operator_declares_what_it_does(implementation, opcheck) -> None:
     key = torch.randn(3, 2, 8)
     caches = _caches(2, 4, 2, 8, 8, torch.float32)
     caches = tuple(cache.zero_() for cache in caches)
-    torch.library.opcheck(implementation.kv_write.op, (key, key, *caches, torch.tensor([1, -1, 6])))
+    opcheck(implementation.kv_write, (key, key, *caches, torch.tensor([1, -1, 6])))

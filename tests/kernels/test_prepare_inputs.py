@@ -50,6 +50,6 @@ def test_slots_do_not_wrap_at_32_bits(implementation) -> None:
     assert slots.tolist() == [2**32 + 3, 2**32 + 4]
 
 
-def test_operator_declares_what_it_does(implementation) -> None:
+def test_operator_declares_what_it_does(implementation, opcheck) -> None:
     args = (*_tables(4), *_columns(STEPS["mixed, out of order"]), 4, 24)
-    torch.library.opcheck(implementation.prepare_inputs.op, args)
+    opcheck(implementation.prepare_inputs, args)

@@ -1,0 +1,196 @@
+"""`decode_attention` as the simplest Triton kernel that does it all: one program walks over one row's whole context.
+
+Read this one first. It is the definition of `split_kv` without the splits, and right for short contexts or many rows;
+few rows with long contexts leave most of a GPU idle.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from cbtriton.kernels._attention_tile import (
+    add_values,
+    heads_per_program,
+    layer_constants,
+    load_page_ids,
+    load_rows,
+    score_factor,
+    score_tile,
+    sink_step,
+    softmax_step,
+    store_shares,
+    tile_slots,
+)
+from cbtriton.kernels._launch import launch, pick, target_of
+from cbtriton.kernels._op import kernel_op
+
+# A row's bits do not depend on its neighbours; tests hold the module to it.
+BATCH_INVARIANT = True
+
+
+@dataclass(frozen=True, slots=True)
+class _Launch:
+    """Keys per step of the loop, warps and pipeline buffers."""
+
+    tile: int
+    num_warps: int
+    num_stages: int
+
+
+# By target and the bytes of a key head, up to which each entry holds.
+_LAUNCHES = {
+    "sm_80": {256: _Launch(64, 4, 3), 512: _Launch(32, 4, 3), 1024: _Launch(16, 4, 2)},
+    "sm_90": {256: _Launch(32, 4, 4), 512: _Launch(32, 4, 3), 1024: _Launch(16, 4, 3)},
+    "sm_100": {256: _Launch(32, 4, 4), 512: _Launch(32, 4, 3), 1024: _Launch(16, 4, 3)},
+    "gfx942": {256: _Launch(64, 4, 1), 512: _Launch(32, 4, 1), 1024: _Launch(16, 4, 1)},
+    "interpreter": {1024: _Launch(32, 1, 1)},
+}
+
+
+@triton.jit
+def _decode(
+    query_ptr,
+    key_cache_ptr,
+    value_cache_ptr,
+    block_tables_ptr,
+    rows_ptr,
+    seq_lens_ptr,
+    sinks_ptr,
+    out_ptr,
+    scale,
+    window,
+    softcap,
+    stride_query_row: tl.int64,
+    stride_query_head: tl.int64,
+    stride_block_tables: tl.int64,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    PAGE: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    D0: tl.constexpr,
+    D1: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    V0: tl.constexpr,
+    V1: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    HEADS: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    entry, kv_head, head_block = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
+    in_group = head_block * HEADS + tl.arange(0, HEADS)
+    is_head = in_group < GROUP
+    heads = kv_head * GROUP + in_group
+
+    queries = entry * stride_query_row + heads * stride_query_head
+    q0 = load_rows(query_ptr, queries, is_head, KEY_DIM, 0, D0)
+    q1 = load_rows(query_ptr, queries, is_head, KEY_DIM, D0, D1) if D1 > 0 else q0
+    key_ptr = key_cache_ptr + kv_head * KEY_DIM
+    value_ptr = value_cache_ptr + kv_head * VALUE_DIM
+    table_ptr = block_tables_ptr + tl.load(rows_ptr + entry).to(tl.int64) * stride_block_tables
+
+    length = tl.load(seq_lens_ptr + entry)
+    last = length - 1
+    first = tl.maximum(length - window, 0) if HAS_WINDOW else 0
+    factor = score_factor(scale, HAS_SOFTCAP)
+    peak = tl.full([HEADS], float("-inf"), tl.float32)
+    total = tl.zeros([HEADS], tl.float32)
+    acc0 = tl.zeros([HEADS, V0], tl.float32)
+    acc1 = tl.zeros([HEADS, V1 if V1 > 0 else 1], tl.float32)
+    begin = first // TILE * TILE
+    pages = load_page_ids(table_ptr, begin, first, tl.maximum(last, 0), PAGE, TILE)
+    for start in range(begin, length, TILE):
+        slots = tile_slots(pages, start, first, last, PAGE, TILE)
+        pages = load_page_ids(table_ptr, start + TILE, first, last, PAGE, TILE)
+        scores = score_tile(q0, q1, key_ptr, slots, KV_HEADS * KEY_DIM, scale, softcap, KEY_DIM, D0, D1, HAS_SOFTCAP)
+        positions = start + tl.arange(0, TILE)
+        is_seen = (positions >= first) & (positions <= last)
+        scores = tl.where(is_seen[None, :], scores, float("-inf"))
+        peak, total, weights, decay = softmax_step(peak, total, scores, factor)
+        acc0, acc1 = add_values(acc0, acc1, weights, decay, value_ptr, slots, KV_HEADS * VALUE_DIM, VALUE_DIM, V0, V1)
+
+    shares = tl.full([HEADS], 1.0, tl.float32)
+    if HAS_SINKS:
+        total, shares = sink_step(peak, total, sinks_ptr, heads, is_head)
+    # Rows without any key are padding, and give zeros.
+    shares = shares / tl.where(total == 0.0, 1.0, total)
+    outs = (entry * (KV_HEADS * GROUP) + heads) * VALUE_DIM
+    store_shares(out_ptr, outs, is_head, acc0, acc1, shares, VALUE_DIM, V0, V1)
+
+
+def plan(
+    block_tables: Tensor, rows: Tensor, cu_seqlens_q: Tensor, seq_lens: Tensor, page_size: int, max_kv: int
+) -> Tensor:
+    """Nothing needs to be planned: an empty tensor."""
+    return seq_lens.new_empty(0)
+
+
+@kernel_op("decode_attention_single_pass")
+def decode_attention(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_tables: Tensor,
+    rows: Tensor,
+    seq_lens: Tensor,
+    plan: Tensor,
+    scale: float,
+    window: int,
+    softcap: float,
+    sinks: Tensor | None,
+    max_kv: int,
+) -> Tensor:
+    """Attention of one query token per row; see `reference.decode_attention`."""
+    num_rows, num_heads, key_dim = query.shape
+    constants = layer_constants(query, key_cache, value_cache, window, softcap)
+    config = pick(_LAUNCHES[target_of(query.device)], key_dim * key_cache.itemsize, "bytes of a key head")
+    heads = heads_per_program(constants["GROUP"])
+    out = value_cache.new_empty(num_rows, num_heads, value_cache.shape[3])
+    launch(
+        _decode,
+        (num_rows, constants["KV_HEADS"], triton.cdiv(constants["GROUP"], heads)),
+        query,
+        key_cache,
+        value_cache,
+        block_tables,
+        rows,
+        seq_lens,
+        sinks,
+        out,
+        scale,
+        window,
+        softcap,
+        query.stride(0),
+        query.stride(1),
+        block_tables.stride(0),
+        HAS_SINKS=sinks is not None,
+        HEADS=heads,
+        TILE=config.tile,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        **constants,
+    )
+    return out
+
+
+@decode_attention.register_fake
+def _(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_tables: Tensor,
+    rows: Tensor,
+    seq_lens: Tensor,
+    plan: Tensor,
+    scale: float,
+    window: int,
+    softcap: float,
+    sinks: Tensor | None,
+    max_kv: int,
+) -> Tensor:
+    return value_cache.new_empty(query.shape[0], query.shape[1], value_cache.shape[3])
