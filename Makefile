@@ -39,7 +39,7 @@ test-engine: $(STAMP)  ## All tests but those of the kernels
 
 # A process of its own: Triton's interpreter is on or off for a whole process.
 test-kernels: $(STAMP)  ## Every kernel against its contract, Triton's under its interpreter
-	@$(BIN)/python -m pytest tests/kernels $(ARGS)
+	@$(BIN)/python -m pytest tests/kernels -n 2 --dist worksteal $(ARGS)
 
 test-gpu: $(STAMP)  ## Every kernel and the engine on the GPU
 	@$(BIN)/python -m pytest -m gpu tests/kernels tests/engine/test_gpu.py $(ARGS)

@@ -22,18 +22,28 @@ from torch import Tensor
 HAS_GPU = torch.cuda.is_available()
 if not HAS_GPU:
     os.environ.setdefault("TRITON_INTERPRET", "1")
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # Each worker has a core of its own.
+    torch.set_num_threads(1)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Runs each test that asks for `implementation` with every module of the slot named in its file's `SLOT`.
 
-    Tests that ask for `shape` run with every shape of `attention_cases.py`.
+    Tests that ask for `shape` and `dtype` run with every shape of `attention_cases.py`.
     """
     if "implementation" in metafunc.fixturenames:
         metafunc.parametrize("implementation", implementations(metafunc.module.SLOT))
     if "shape" in metafunc.fixturenames:
-        shapes = load_beside("attention_cases").SHAPES
-        metafunc.parametrize("shape", shapes.values(), ids=shapes.keys())
+        cases = load_beside("attention_cases")
+        metafunc.parametrize(
+            ("shape", "dtype"),
+            [
+                pytest.param(shape, dtype, id=f"{name}-{str(dtype).removeprefix('torch.')}")
+                for name, shape in cases.SHAPES.items()
+                for dtype in (cases.TOLERANCE if name in cases.IN_EVERY_DTYPE else [torch.float32])
+            ],
+        )
 
 
 def implementations(slot: str) -> list:
