@@ -85,6 +85,13 @@ def test_choosing_an_implementation_changes_its_slot_only(slot: str) -> None:
     assert built == dataclasses.replace(KernelConfig(), **{slot: "reference"})
 
 
+@pytest.mark.parametrize("default", ["triton", "reference"])
+def test_all_slots_can_be_chosen_at_once_and_one_of_them_again(default: str) -> None:
+    assert hydra.utils.instantiate(composed(f"kernels={default}").kernels) == KernelConfig(default=default)
+    built = hydra.utils.instantiate(composed(f"kernels={default}", "kernels/decode_attention=single_pass").kernels)
+    assert built == KernelConfig(default=default, decode_attention="single_pass")
+
+
 @pytest.mark.parametrize(
     "override", ["continuous_batching.pagesize=16", "model.nmae=x", "kernels.attention=reference", "workloads=chat"]
 )

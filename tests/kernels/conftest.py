@@ -102,6 +102,13 @@ def on_gpu(tensor: Tensor) -> Tensor:
 
 
 @pytest.fixture
+def interpreted() -> None:
+    """For tests that run Triton kernels on CPU tensors; on a GPU other tests show the same."""
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        pytest.skip("Triton's interpreter is off")
+
+
+@pytest.fixture
 def opcheck() -> object:
     """Holds an operator to what it declares, on its device."""
 

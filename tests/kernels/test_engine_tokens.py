@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 import random
 from typing import Any
 
@@ -79,9 +78,7 @@ def _run(model: Any, kernels: str, options: dict[str, Any], config: dict[str, An
         return outputs, manager.stats()
 
 
-@pytest.mark.skipif(
-    os.environ.get("TRITON_INTERPRET") != "1" and not torch.cuda.is_available(), reason="nothing runs Triton here"
-)
+@pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("case", CASES)
 def test_tokens_are_those_of_the_references(model, case) -> None:
     options, config = CASES[case]

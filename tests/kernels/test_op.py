@@ -55,6 +55,7 @@ def test_eager_calls_give_what_the_operator_gives() -> None:
 CHAINS = {"reference": ("reference", "reference"), "triton": ("vectorized", "split_kv")}
 
 
+@pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("chain", CHAINS)
 def test_compiled_attention_is_one_graph_and_copies_no_cache(chain) -> None:
     """Inductor, with the kernels as opaque operators inside, changes the caches in place."""

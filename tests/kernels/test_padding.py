@@ -42,6 +42,7 @@ def _decode_step(names: tuple[str, str, str], num_rows: int, bucket: int) -> tup
     return ids[:num_rows], positions[:num_rows], out[:num_rows], caches
 
 
+@pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("chain", CHAINS)
 @pytest.mark.parametrize("num_rows", range(1, 18))
 def test_every_batch_size_gives_the_same_in_a_larger_bucket(chain, num_rows) -> None:

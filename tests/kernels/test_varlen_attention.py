@@ -131,6 +131,7 @@ def test_bits_of_a_row_are_the_same_alone_in_any_batch_and_in_any_chunks(
         torch.testing.assert_close(_varlen(implementation, chunk), together[begin:end], rtol=0, atol=0)
 
 
+@pytest.mark.usefixtures("interpreted")
 def test_a_decoding_row_has_the_same_bits_in_a_mixed_step_and_in_a_decode_step(attention_cases) -> None:
     flash = importlib.import_module("cbtriton.kernels.varlen_attention.flash")
     split_kv = importlib.import_module("cbtriton.kernels.decode_attention.split_kv")
