@@ -28,11 +28,14 @@ def test_blocks_beyond_two_to_the_31_elements(implementation) -> None:
     num_blocks = 4098
     key_cache = torch.empty(num_blocks, 256, 8, 256, dtype=torch.float16)
     value_cache = torch.empty(num_blocks, 256, 8, 16, dtype=torch.float16)
-    key_cache[1] = 1.5
-    value_cache[1] = 2.5
-    implementation.block_copy(key_cache, value_cache, torch.tensor([1]), torch.tensor([num_blocks - 1]))
+    key_cache[1], value_cache[1] = 1.5, 2.5
+    key_cache[-2], value_cache[-2] = 3.5, 4.5
+    sources, targets = torch.tensor([1, num_blocks - 2]), torch.tensor([num_blocks - 1, 2])
+    implementation.block_copy(key_cache, value_cache, sources, targets)
     assert (key_cache[-1] == 1.5).all()
     assert (value_cache[-1] == 2.5).all()
+    assert (key_cache[2] == 3.5).all()
+    assert (value_cache[2] == 4.5).all()
 
 
 def test_operator_declares_what_it_does(implementation, opcheck) -> None:

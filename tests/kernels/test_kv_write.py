@@ -78,6 +78,15 @@ def test_slots_beyond_two_to_the_31_elements(implementation) -> None:
     torch.testing.assert_close(key_cache[0, 3], key[1], rtol=0, atol=0)
 
 
+def test_tokens_beyond_two_to_the_31_elements_apart(implementation, attention_cases) -> None:
+    tokens = torch.randn(2, 2, 16).half()
+    caches = _caches(2, 4, 2, 16, 16, torch.float16)
+    far = attention_cases.spread_out(tokens)
+    implementation.kv_write(far, far, *caches, torch.tensor([6, 1]))
+    for cache in caches:
+        torch.testing.assert_close(cache.flatten(0, 1)[[6, 1]], tokens, rtol=0, atol=0)
+
+
 def test_operator_declares_what_it_does(implementation, opcheck) -> None:
     key = torch.randn(3, 2, 8)
     caches = _caches(2, 4, 2, 8, 8, torch.float32)
