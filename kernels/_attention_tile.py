@@ -14,6 +14,9 @@ Head sizes are split in two powers of two, `D = D0 + D1`, each a product of its 
 of the multiplications. `D1` is 0 for powers of two, and masked where it is not exact.
 """
 
+# Inside kernels this is Triton, whose types a checker of Python gets wrong.
+# pyright: reportArgumentType=false
+
 from __future__ import annotations
 
 from typing import Any

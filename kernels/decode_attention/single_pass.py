@@ -4,6 +4,9 @@ Read this one first. It is the definition of `split_kv` without the splits, and 
 few rows with long contexts leave most of a GPU idle.
 """
 
+# Inside kernels this is Triton, whose types a checker of Python gets wrong.
+# pyright: reportArgumentType=false, reportInvalidTypeForm=false
+
 from __future__ import annotations
 
 from dataclasses import dataclass

@@ -9,6 +9,9 @@ how long those are: its result is the same to the last bit alone and in any batc
 length on the device, so a captured launch stays right for every step of its bucket.
 """
 
+# Inside kernels this is Triton, whose types a checker of Python gets wrong.
+# pyright: reportArgumentType=false, reportInvalidTypeForm=false, reportOperatorIssue=false
+
 from __future__ import annotations
 
 from dataclasses import dataclass

@@ -1,5 +1,8 @@
 """`kv_write` as one Triton kernel: each program copies the keys and values of a few tokens."""
 
+# Inside kernels this is Triton, whose types a checker of Python gets wrong.
+# pyright: reportGeneralTypeIssues=false, reportInvalidTypeForm=false
+
 from __future__ import annotations
 
 import triton

@@ -1,5 +1,8 @@
 """`prepare_inputs` as one Triton kernel: a program per row of the step, and one for the padding behind the last."""
 
+# Inside kernels this is Triton, whose types a checker of Python gets wrong.
+# pyright: reportArgumentType=false, reportInvalidTypeForm=false
+
 from __future__ import annotations
 
 import torch

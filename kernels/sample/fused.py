@@ -18,6 +18,9 @@ the largest key for which the weight of all tokens from there on reaches a targe
 of keys in `pivots` parts with every pass.
 """
 
+# Inside kernels this is Triton, whose types a checker of Python gets wrong.
+# pyright: reportAttributeAccessIssue=false, reportInvalidTypeForm=false, reportOperatorIssue=false
+
 from __future__ import annotations
 
 from dataclasses import dataclass

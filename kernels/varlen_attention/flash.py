@@ -9,6 +9,9 @@ is in the batch. The exception is a chunk of a single token, which goes the way 
 Grids and buffers depend on padded sizes only, so that a captured launch stays right for every step of its bucket.
 """
 
+# Inside kernels this is Triton, whose types a checker of Python gets wrong.
+# pyright: reportArgumentType=false, reportInvalidTypeForm=false
+
 from __future__ import annotations
 
 from dataclasses import dataclass
