@@ -1,0 +1,365 @@
+"""Rewrites of the IR, and the plan of which values are computed where."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from cbtriton.kernels.cpu_backend.ir import Block, Function, Op, Type, Value, index_uses, new_op, walk
+from cbtriton.kernels.cpu_backend.ops import ELEMENT_WISE
+
+# What only renames the indices of a block.
+VIEWS = {"tt.splat", "tt.broadcast", "tt.expand_dims", "tt.trans", "tt.reshape", "tt.join", "tt.split", "tt.unsplat"}
+# Operations without effect whose block result is written to an array by code of their own.
+COMPUTED = {"tt.dot", "tt.reduce", "tt.scan", "tt.histogram", "tt.cat"}
+WRITES = {"tt.store", "tt.atomic_rmw", "tt.atomic_cas", "tt.assert", "tt.print"}
+CONTROL = {"scf.for", "scf.while", "scf.if"}
+IGNORED = {"llvm.intr.assume", "gpu.barrier", "ttg.barrier", "ttg.local_barrier", "tt.debug_barrier"}
+# Above it, a value with several consumers is kept in an array rather than computed by each of them.
+_CHEAP = 12
+_LOAD_COST = 1000
+
+
+@dataclass(slots=True)
+class Plan:
+    """What the emitter needs to know beyond the IR.
+
+    Attributes:
+        arrays: Block values that get an array; others are computed where they are used.
+        raw: Arrays of 16-bit floats that hold the bits as in memory, because they are only copied.
+        in_place: Results that are written over an array that already exists, that of a loop's carried value.
+    """
+
+    arrays: set[Value] = field(default_factory=set)
+    raw: set[Value] = field(default_factory=set)
+    in_place: dict[Value, Value] = field(default_factory=dict)
+
+
+def is_unit_reshape(op: Op) -> bool:
+    """Whether a reshape only adds or removes sides of length 1."""
+    source, target = op.operands[0].type.shape, op.result.type.shape
+    return [n for n in source if n != 1] == [n for n in target if n != 1]
+
+
+def has_effects(op: Op) -> bool:
+    """Whether the operation, or one inside, writes memory or can be waited for."""
+    return op.name in WRITES or any(has_effects(inner) for region in op.regions for inner in walk(region))
+
+
+def simplify(function: Function) -> None:
+    """All rewrites, in order."""
+    carry_offsets(function)
+    remove_dead(function)
+    index_uses(function)
+
+
+def remove_dead(function: Function) -> None:
+    """Removes operations without effect whose results nobody uses."""
+    changed = True
+    while changed:
+        index_uses(function)
+        changed = False
+        for op in list(function.walk()):
+            if op.parent is None or op.name in WRITES or op.name.endswith((".return", ".yield", ".condition")):
+                continue
+            if op.successors or has_effects(op) or any(value.uses for value in op.results):
+                continue
+            if op in op.parent.ops:
+                op.parent.ops.remove(op)
+                changed = True
+
+
+# ---- Carried pointers
+
+
+def carry_offsets(function: Function) -> None:
+    """Rewrites loops that carry a block of pointers, or of integers, moved on by the same amount for all elements.
+
+    `for … iter(p = p0): …; yield p + splat(s)` becomes a loop that carries one integer, `p0 + splat(offset)` where p
+    was used. Addresses are then affine again in the elements' indices.
+    """
+    index_uses(function)
+    for op in list(function.walk()):
+        if op.name == "scf.for":
+            for position in range(len(op.results)):
+                _carry_offset(function, op, position)
+
+
+def _uniform_step(value: Value, carried: Value) -> tuple[Value, Op] | None:
+    """The scalar that `value` adds to `carried`, and the operation that adds it."""
+    op = value.op
+    if op is None or op.name not in ("tt.addptr", "arith.addi") or carried not in op.operands:
+        return None
+    other = op.operands[1] if op.operands[0] is carried else op.operands[0]
+    if other is carried or other.op is None:
+        return None
+    if other.op.name == "tt.splat":
+        return other.op.operands[0], op
+    if other.op.name == "arith.constant" and not isinstance(other.op.attrs["value"], list):
+        scalar = new_op("arith.constant", [], [other.type.scalar], op, value=other.op.attrs["value"])
+        scalar.parent = op.parent
+        op.parent.ops.insert(op.parent.ops.index(op), scalar)
+        return scalar.result, op
+    return None
+
+
+def _carry_offset(function: Function, loop: Op, position: int) -> None:
+    body = loop.regions[0].entry
+    carried, start, result = body.args[1 + position], loop.operands[3 + position], loop.results[position]
+    if not carried.type.is_block or carried.type.elem not in ("ptr", "i32", "i64"):
+        return
+    found = _uniform_step(body.terminator.operands[position], carried)
+    if found is None:
+        return
+    step, add = found
+    if not (step.op is None or step.op.parent is not None):
+        return
+    wide = Type("i64" if carried.type.elem == "ptr" else carried.type.elem)
+    name = "tt.addptr" if carried.type.elem == "ptr" else "arith.addi"
+    zero = new_op("arith.constant", [], [wide], loop, value=0)
+    _insert_before(loop, zero)
+    offset = Value(wide, block=body, index=1 + position, name=carried.name)
+    body.args[1 + position] = offset
+    loop.operands[3 + position] = zero.result
+
+    splat = new_op("tt.splat", [offset], [wide.with_shape(carried.type.shape)], add)
+    moved = new_op(name, [start, splat.result], [carried.type], add)
+    for new in (moved, splat):
+        new.parent = body
+        body.ops.insert(0, new)
+    for user in function.walk():
+        if user is not moved:
+            user.operands = [moved.result if v is carried else v for v in user.operands]
+    if step.type.elem != wide.elem:
+        widened = new_op("arith.extsi", [step], [wide], add)
+        _insert_before(add, widened)
+        step = widened.result
+    total = new_op("arith.addi", [offset, step], [wide], add)
+    _insert_before(add, total)
+    body.terminator.operands[position] = total.result
+
+    end = Value(wide, loop, index=position)
+    loop.results[position] = end
+    last_splat = new_op("tt.splat", [end], [wide.with_shape(carried.type.shape)], loop)
+    last = new_op(name, [start, last_splat.result], [carried.type], loop)
+    where = loop.parent.ops.index(loop) + 1
+    for new in (last, last_splat):
+        new.parent = loop.parent
+        loop.parent.ops.insert(where, new)
+    for user in function.walk():
+        if user is not last:
+            user.operands = [last.result if v is result else v for v in user.operands]
+    index_uses(function)
+
+
+def _insert_before(op: Op, new: Op) -> None:
+    new.parent = op.parent
+    op.parent.ops.insert(op.parent.ops.index(op), new)
+
+
+# ---- Where values are computed
+
+
+def make_plan(function: Function) -> Plan:
+    """Decides which block values get arrays.
+
+    A value is computed inside the loop of its consumer, unless several loops need it and it is not cheap, a deeper
+    loop needs it, it crosses a branch or a loop's end, or moving it would move a load across a write.
+    """
+    # What operands cost depends on whether they have arrays, which is decided later: hence a second turn.
+    return _Planner(function, _Planner(function, set()).run().arrays).run()
+
+
+class _Planner:
+    def __init__(self, function: Function, likely_arrays: set[Value]) -> None:
+        self._function = function
+        self._likely_arrays = likely_arrays
+        self._plan = Plan()
+        self._roots: dict[Value, set[Op]] = {}
+        self._costs: dict[Value, int] = {}
+
+    def run(self) -> Plan:
+        ops = list(self._function.walk())
+        for op in ops:
+            for region in op.regions:
+                for block in region.blocks:
+                    if op.name in CONTROL:
+                        self._plan.arrays.update(v for v in block.args if v.type.is_block)
+        for block in self._function.body.blocks[1:]:
+            self._plan.arrays.update(v for v in block.args if v.type.is_block)
+        for op in reversed(ops):
+            for value in op.results:
+                if value.type.is_block:
+                    self._decide(op, value)
+        self._find_raw()
+        self._find_in_place(ops)
+        return self._plan
+
+    def _decide(self, op: Op, value: Value) -> None:
+        arrays = self._plan.arrays
+        roots = set()
+        forced = False
+        for user in value.uses:
+            forced |= _needs_array(user, value)
+            roots |= self._roots_through(user)
+        self._roots[value] = roots
+        if op.name in COMPUTED or op.name in CONTROL or op.name in ("tt.atomic_rmw", "tt.atomic_cas", "tt.gather"):
+            if value.uses or op.name in COMPUTED:
+                arrays.add(value)
+            return
+        if op.name in ("tt.make_range",) or _is_splat_constant(op) or op.name == "tt.split":
+            return
+        if op.name == "arith.constant" or forced:
+            arrays.add(value)
+            return
+        if op.name == "tt.reshape" and not is_unit_reshape(op) and not self._is_cheap(value):
+            # Its operand has an array, of which it is another view.
+            return
+        deeper = any(root.parent is not op.parent for root in roots)
+        is_needed_again = (len(roots) > 1 or deeper) and not self._is_cheap(value)
+        if is_needed_again or (op.name == "tt.load" and not all(_may_delay(op, root) for root in roots)):
+            arrays.add(value)
+
+    def _roots_through(self, user: Op) -> set[Op]:
+        """The operations in whose loops a user is computed: itself, or where its results are inlined."""
+        if len(user.results) >= 1 and user.results[0].type.is_block and user.name not in COMPUTED | CONTROL | WRITES:
+            if user.name == "tt.gather":
+                return {user}
+            return set().union(*({user} if r in self._plan.arrays else self._roots.get(r, set()) for r in user.results))
+        return {user}
+
+    def _is_cheap(self, value: Value) -> bool:
+        return value.op is not None and self._cost_inline(value.op) <= _CHEAP
+
+    def _cost(self, value: Value) -> int:
+        if value not in self._costs:
+            self._costs[value] = self._find_cost(value)
+        return self._costs[value]
+
+    def _find_cost(self, value: Value) -> int:
+        op = value.op
+        if not value.type.is_block or op is None:
+            return 0
+        if op.name in COMPUTED or op.name in CONTROL or op.name.startswith("tt.atomic"):
+            return 1
+        return 1 if value in self._likely_arrays else self._cost_inline(op)
+
+    def _cost_inline(self, op: Op) -> int:
+        if op.name == "tt.load":
+            return _LOAD_COST
+        known = ELEMENT_WISE.get(op.name)
+        own = 0 if op.name in VIEWS or op.name == "tt.make_range" else known.cost if known else _LOAD_COST
+        return own + sum(self._cost(operand) for operand in op.operands)
+
+    def _find_raw(self) -> None:
+        for value in self._plan.arrays:
+            is_load = value.op is not None and value.op.name == "tt.load" and value.type.elem in ("f16", "bf16")
+            if is_load and all(user.name == "tt.store" and user.operands[1] is value for user in value.uses):
+                self._plan.raw.add(value)
+
+    def _find_in_place(self, ops: list[Op]) -> None:
+        for op in ops:
+            if op.name != "scf.for":
+                continue
+            body = op.regions[0].entry
+            for carried, new in zip(body.args[1:], body.terminator.operands, strict=True):
+                if new.type.is_block and self._may_overwrite(carried, new, body):
+                    self._plan.in_place[new] = carried
+
+    def _may_overwrite(self, carried: Value, new: Value, body: Block) -> bool:
+        """Whether `new` can be computed over the array of `carried`, element by element."""
+        op = new.op
+        if new not in self._plan.arrays or op is None or op.parent is not body or len(new.uses) != 1:
+            return False
+        if op.name not in ELEMENT_WISE and op.name != "tt.dot":
+            return False
+        if op.name == "tt.dot" and any(self._reads(operand, carried) for operand in op.operands[:2]):
+            return False
+        return bool(carried.uses) and all(self._leads_to(user, op) for user in carried.uses)
+
+    def _reads(self, value: Value, carried: Value) -> bool:
+        if value is carried:
+            return True
+        if value.op is None or value in self._plan.arrays:
+            return False
+        return any(self._reads(operand, carried) for operand in value.op.operands)
+
+    def _leads_to(self, user: Op, root: Op) -> bool:
+        if user is root:
+            return True
+        if user.name not in ELEMENT_WISE or user.parent is not root.parent or user.result in self._plan.arrays:
+            return False
+        return all(self._leads_to(next_user, root) for next_user in user.result.uses)
+
+
+def _is_splat_constant(op: Op) -> bool:
+    return op.name == "arith.constant" and not isinstance(op.attrs["value"], list)
+
+
+def _needs_array(user: Op, value: Value) -> bool:
+    """Whether an operation reads the whole operand at once, or at computed places."""
+    if user.name == "tt.dot":
+        # Of a transposed operand, what is transposed has the array.
+        return value in user.operands[:2] and not is_matrix_transpose(value)
+    if user.name == "tt.trans":
+        return (
+            any(u.name == "tt.dot" and user.result in u.operands[:2] for u in user.result.uses)
+            and len(value.type.shape) == 2
+        )
+    if user.name == "tt.reshape":
+        return not is_unit_reshape(user) and not _is_uniform(value)
+    if user.name == "tt.gather":
+        return value is user.operands[0]
+    return user.name in ("scf.yield", "scf.condition", "cf.br", "cf.cond_br", "tt.cat")
+
+
+def _is_uniform(value: Value) -> bool:
+    op = value.op
+    return op is not None and (op.name == "tt.splat" or _is_splat_constant(op))
+
+
+def is_matrix_transpose(value: Value) -> bool:
+    """Whether a value is the transpose of a matrix."""
+    op = value.op
+    return op is not None and op.name == "tt.trans" and len(value.type.shape) == 2 and op.attrs["order"] == [1, 0]
+
+
+def _may_delay(load: Op, root: Op) -> bool:
+    """Whether a load may happen in the loop of `root` instead of at its own place."""
+    if root.parent is not load.parent:
+        return False
+    ops = load.parent.ops
+    between = ops[ops.index(load) + 1 : ops.index(root)]
+    if any(has_effects(op) for op in between):
+        return False
+    if root.name == "tt.store":
+        return _go_along(load.operands[0], root.operands[0])
+    return not has_effects(root)
+
+
+def _go_along(source: Value, target: Value) -> bool:
+    """Whether reading `source` element by element between writes to `target` reads what was there before all of them.
+
+    It does where both are the same places, and where they are the same offsets from two arguments. Arguments are equal
+    or do not overlap.
+    """
+    if source is target:
+        return True
+    if not all(p.op is not None and p.op.name == "tt.addptr" for p in (source, target)):
+        return False
+    bases = [pointers.op.operands[0] for pointers in (source, target)]
+    if source.op.operands[1] is not target.op.operands[1]:
+        return False
+    if all(base.op is not None and base.op.name == "tt.splat" for base in bases):
+        bases = [base.op.operands[0] for base in bases]
+    if bases[0] is bases[1]:
+        return True
+    return all(base.op is None for base in bases)
+
+
+def base_argument(pointer: Value) -> Value | None:
+    """The kernel argument that a pointer, or a block of them, was made from; None where it cannot be told."""
+    while pointer.op is not None:
+        if pointer.op.name not in ("tt.addptr", *VIEWS):
+            return None
+        pointer = pointer.op.operands[0]
+    return pointer if pointer.block is not None and pointer.block.parent.parent is not None else None

@@ -1,0 +1,515 @@
+// What compiled kernels call: conversions, elementary functions, matrix products, atomics and the loop over the grid.
+// Scalar functions are branch-free, so that compilers vectorise the loops around them. No intrinsic without fallback.
+#pragma once
+// Few headers: reading them is most of the time of a compilation.
+#include <math.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+#if defined(__ARM_NEON)
+#include <arm_neon.h>
+#endif
+
+#if defined(__clang__)
+#define CPU_VECTORIZE _Pragma("clang loop vectorize(assume_safety)")
+#else
+#define CPU_VECTORIZE _Pragma("GCC ivdep")
+#endif
+#define CPU_INLINE static inline __attribute__((always_inline))
+
+template <class T>
+struct Unsigned;
+template <>
+struct Unsigned<int8_t> {
+  using type = uint8_t;
+};
+template <>
+struct Unsigned<int16_t> {
+  using type = uint16_t;
+};
+template <>
+struct Unsigned<int32_t> {
+  using type = uint32_t;
+};
+template <>
+struct Unsigned<int64_t> {
+  using type = uint64_t;
+};
+template <>
+struct Unsigned<bool> {
+  using type = bool;
+};
+
+// An unsigned integer of so many bytes.
+template <size_t N>
+struct Word;
+template <>
+struct Word<1> {
+  using type = uint8_t;
+};
+template <>
+struct Word<2> {
+  using type = uint16_t;
+};
+template <>
+struct Word<4> {
+  using type = uint32_t;
+};
+template <>
+struct Word<8> {
+  using type = uint64_t;
+};
+
+template <class To, class From>
+CPU_INLINE To bits_as(From from) {
+  static_assert(sizeof(To) == sizeof(From), "sizes differ");
+  To to;
+  memcpy(&to, &from, sizeof(to));
+  return to;
+}
+
+// A fused multiply-add, also where the hardware has none. Polynomials below do not need the exactness: see `mad`.
+CPU_INLINE float fma_(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
+CPU_INLINE double fma_(double a, double b, double c) { return __builtin_fma(a, b, c); }
+#if defined(__FP_FAST_FMAF) || defined(__FMA__)
+CPU_INLINE float mad(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
+#else
+CPU_INLINE float mad(float a, float b, float c) { return a * b + c; }
+#endif
+
+// ---- 16-bit floats, as integers: exact widening, narrowing to nearest even. Narrowing a widened number gives its bits.
+
+CPU_INLINE float from_bf16(uint16_t x) { return bits_as<float>((uint32_t)x << 16); }
+
+CPU_INLINE uint16_t to_bf16(float x) {
+  const uint32_t u = bits_as<uint32_t>(x);
+  const uint32_t rounded = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;
+  const uint32_t nan = (u >> 16) | ((u & 0xffffu) ? 0x40u : 0u);
+  return (uint16_t)((u & 0x7fffffffu) > 0x7f800000u ? nan : rounded);
+}
+
+CPU_INLINE float from_f16(uint16_t x) {
+  const uint32_t sign = (uint32_t)(x & 0x8000u) << 16, rest = (uint32_t)(x & 0x7fffu) << 13;
+  const float number = bits_as<float>(rest) * bits_as<float>(0x77800000u);
+  const uint32_t u = rest >= 0x0f800000u ? rest | 0x7f800000u : bits_as<uint32_t>(number);
+  return bits_as<float>(u | sign);
+}
+
+CPU_INLINE uint16_t to_f16(float x) {
+  const uint32_t u = bits_as<uint32_t>(x), sign = (u >> 16) & 0x8000u, a = u & 0x7fffffffu;
+  const uint32_t small = bits_as<uint32_t>(bits_as<float>(a) + 0.5f) - 0x3f000000u;
+  const uint32_t normal = (a - 0x38000000u + 0xfffu + ((a >> 13) & 1u)) >> 13;
+  const uint32_t nan = 0x7c00u | ((a >> 13) & 0x3ffu) | ((a & 0x7fe000u) ? 0u : 0x200u);
+  uint32_t r = a < 0x38800000u ? small : normal;
+  r = a >= 0x477ff000u ? 0x7c00u : r;
+  r = a > 0x7f800000u ? nan : r;
+  return (uint16_t)(r | sign);
+}
+
+CPU_INLINE uint16_t to_bf16(double x) { return to_bf16((float)x); }
+CPU_INLINE uint16_t to_f16(double x) { return to_f16((float)x); }
+CPU_INLINE float round_bf16(float x) { return from_bf16(to_bf16(x)); }
+CPU_INLINE float round_f16(float x) { return from_f16(to_f16(x)); }
+
+// ---- Integers. Division never traps: on GPUs it does not either, and lanes that a mask switches off still divide.
+
+template <class T>
+CPU_INLINE T div_s(T a, T b) { return b == 0 ? (T)0 : b == (T)-1 ? (T)(0 - a) : (T)(a / b); }
+template <class T>
+CPU_INLINE T rem_s(T a, T b) { return b == 0 || b == (T)-1 ? (T)0 : (T)(a % b); }
+template <class T>
+CPU_INLINE T div_u(T a, T b) {
+  using U = typename Unsigned<T>::type;
+  return b == 0 ? (T)0 : (T)((U)a / (U)b);
+}
+template <class T>
+CPU_INLINE T rem_u(T a, T b) {
+  using U = typename Unsigned<T>::type;
+  return b == 0 ? (T)0 : (T)((U)a % (U)b);
+}
+CPU_INLINE int32_t mulhi_u(int32_t a, int32_t b) {
+  return (int32_t)(((uint64_t)(uint32_t)a * (uint32_t)b) >> 32);
+}
+CPU_INLINE int64_t mulhi_u(int64_t a, int64_t b) {
+  return (int64_t)(uint64_t)(((unsigned __int128)(uint64_t)a * (uint64_t)b) >> 64);
+}
+template <class T>
+CPU_INLINE T min_(T a, T b) { return a < b ? a : b; }
+template <class T>
+CPU_INLINE T max_(T a, T b) { return a > b ? a : b; }
+template <class T>
+CPU_INLINE T abs_(T a) { return a < 0 ? (T)(0 - a) : a; }
+
+// Truncation of a float to 64 bits with shifts, because AVX2 has no such conversion. |x| < 2^63.
+CPU_INLINE int64_t to_i64(float x) {
+  const uint32_t u = bits_as<uint32_t>(x);
+  const int32_t e = (int32_t)((u >> 23) & 0xffu) - 150;
+  const uint64_t m = (u & 0x7fffffu) | 0x800000u;
+  const uint64_t left = m << (uint64_t)(e > 0 ? (e < 40 ? e : 40) : 0);
+  const uint64_t a = left >> (uint64_t)(e < 0 ? (e > -63 ? -e : 63) : 0);
+  return (int64_t)(u >> 31 ? 0 - a : a);
+}
+
+// ---- Floats: numbers win over NaN in min/maxnum, NaN wins in minimum/maximum.
+
+template <class T>
+CPU_INLINE T maxnum(T a, T b) { return a > b ? a : (b == b ? b : a); }
+template <class T>
+CPU_INLINE T minnum(T a, T b) { return a < b ? a : (b == b ? b : a); }
+template <class T>
+CPU_INLINE T maximum(T a, T b) { return a != a ? a : (a > b ? a : b); }
+template <class T>
+CPU_INLINE T minimum(T a, T b) { return a != a ? a : (a < b ? a : b); }
+
+// 2^n for integers n in [-252, 254], in two factors so that subnormal results and overflow come out right.
+CPU_INLINE float times_two_to(float x, int32_t n) {
+  const int32_t half = n >> 1;
+  const float a = bits_as<float>((uint32_t)(half + 127) << 23);
+  const float b = bits_as<float>((uint32_t)(n - half + 127) << 23);
+  return x * a * b;
+}
+
+// exp(r) for |r| <= ln(2)/2.
+CPU_INLINE float exp_near_zero(float r) {
+  float p = 1.9841270e-4f;
+  p = mad(p, r, 1.3888889e-3f);
+  p = mad(p, r, 8.3333333e-3f);
+  p = mad(p, r, 4.1666667e-2f);
+  p = mad(p, r, 1.6666667e-1f);
+  p = mad(p, r, 0.5f);
+  p = mad(p, r, 1.0f);
+  return mad(p, r, 1.0f);
+}
+
+constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
+
+CPU_INLINE float exp_(float x) {
+  x = x > 89.0f ? 89.0f : x;
+  x = x < -104.0f ? -104.0f : x;
+  const float shifted = mad(x, 1.4426950408889634f, kRound);
+  const float n = shifted - kRound;
+  float r = mad(n, -0.693145751953125f, x);
+  r = mad(n, -1.428606765330187e-6f, r);
+  return times_two_to(exp_near_zero(r), bits_as<int32_t>(shifted) - bits_as<int32_t>(kRound));
+}
+
+CPU_INLINE float exp2_(float x) {
+  x = x > 129.0f ? 129.0f : x;
+  x = x < -151.0f ? -151.0f : x;
+  const float shifted = x + kRound;
+  const float r = (x - (shifted - kRound)) * 0.6931471805599453f;
+  return times_two_to(exp_near_zero(r), bits_as<int32_t>(shifted) - bits_as<int32_t>(kRound));
+}
+
+struct Log {
+  float exponent, f, tail;  // log(x) = exponent * ln(2) + f + tail
+};
+
+CPU_INLINE Log log_parts(float x) {
+  const bool tiny = x < 1.17549435e-38f;
+  const float scaled = tiny ? x * 8388608.0f : x;
+  const uint32_t u = bits_as<uint32_t>(scaled) - 0x3f3504f3u;
+  const int32_t e = (int32_t)u >> 23;
+  const float m = bits_as<float>((u & 0x7fffffu) + 0x3f3504f3u);
+  const float f = m - 1.0f, z = f * f;
+  float p = 7.0376836292e-2f;
+  p = mad(p, f, -1.1514610310e-1f);
+  p = mad(p, f, 1.1676998740e-1f);
+  p = mad(p, f, -1.2420140846e-1f);
+  p = mad(p, f, 1.4249322787e-1f);
+  p = mad(p, f, -1.6668057665e-1f);
+  p = mad(p, f, 2.0000714765e-1f);
+  p = mad(p, f, -2.4999993993e-1f);
+  p = mad(p, f, 3.3333331174e-1f);
+  return {(float)(e - (tiny ? 23 : 0)), f, mad(p * f, z, -0.5f * z)};
+}
+
+CPU_INLINE float log_special(float x, float y) {
+  y = x == 0.0f ? -INFINITY : y;
+  y = x < 0.0f ? NAN : y;
+  return x < INFINITY ? y : x;
+}
+
+CPU_INLINE float log_(float x) {
+  const Log l = log_parts(x);
+  return log_special(x, mad(l.exponent, 0.693359375f, l.f + mad(l.exponent, -2.12194440e-4f, l.tail)));
+}
+
+CPU_INLINE float log2_(float x) {
+  const Log l = log_parts(x);
+  const float low = mad(l.tail, 0.44269504088896340736f, l.f * 0.44269504088896340736f);
+  return log_special(x, ((low + l.tail) + l.f) + l.exponent);
+}
+
+CPU_INLINE double exp_(double x) { return __builtin_exp(x); }
+CPU_INLINE double exp2_(double x) { return __builtin_exp2(x); }
+CPU_INLINE double log_(double x) { return __builtin_log(x); }
+CPU_INLINE double log2_(double x) { return __builtin_log2(x); }
+#define CPU_FUNCTION(name)                                              \
+  CPU_INLINE float name##_(float x) { return __builtin_##name##f(x); } \
+  CPU_INLINE double name##_(double x) { return __builtin_##name(x); }
+CPU_FUNCTION(ceil)
+CPU_FUNCTION(cos)
+CPU_FUNCTION(erf)
+CPU_FUNCTION(fabs)
+CPU_FUNCTION(floor)
+CPU_FUNCTION(sin)
+CPU_FUNCTION(sqrt)
+CPU_INLINE float fmod_(float x, float y) { return __builtin_fmodf(x, y); }
+CPU_INLINE double fmod_(double x, double y) { return __builtin_fmod(x, y); }
+template <class T>
+CPU_INLINE T rsqrt_(T x) { return (T)1 / sqrt_(x); }
+
+CPU_INLINE float tanh_(float x) {
+  const float a = fabs_(x);
+  const float e = exp_(-2.0f * a);
+  const float large = (1.0f - e) / (1.0f + e);
+  // Below 0.3 the difference above cancels; an odd series does not.
+  const float z = x * x;
+  float p = -8.8632355e-3f;
+  p = mad(p, z, 2.1869489e-2f);
+  p = mad(p, z, -5.3968254e-2f);
+  p = mad(p, z, 1.3333333e-1f);
+  p = mad(p, z, -3.3333333e-1f);
+  const float small = mad(p * z, a, a);
+  const float y = a < 0.3f ? small : large;
+  return x < 0 ? -y : (x != x ? x : y);
+}
+CPU_INLINE double tanh_(double x) { return __builtin_tanh(x); }
+
+// ---- Matrix products. Every sum runs over k in order, so bits do not depend on the block's other rows or columns.
+
+#if defined(__AVX512F__)
+constexpr int kLanes = 16;
+#elif defined(__AVX__)
+constexpr int kLanes = 8;
+#else
+constexpr int kLanes = 4;
+#endif
+typedef float vfloat __attribute__((vector_size(4 * kLanes)));
+typedef float vfloat_u __attribute__((vector_size(4 * kLanes), aligned(4)));
+
+CPU_INLINE vfloat vload(const float* p) { return *(const vfloat_u*)p; }
+CPU_INLINE void vstore(float* p, vfloat v) { *(vfloat_u*)p = v; }
+CPU_INLINE vfloat vfma(vfloat a, vfloat b, vfloat c) {
+#if defined(__AVX512F__) && defined(__clang__)
+  return (vfloat)__builtin_ia32_vfmaddps512(a, b, c, 4);
+#elif defined(__AVX512F__)
+  return (vfloat)__builtin_ia32_vfmaddps512_mask(a, b, c, (unsigned short)-1, 4);
+#elif defined(__FMA__) && defined(__AVX__)
+  return (vfloat)__builtin_ia32_vfmaddps256(a, b, c);
+#elif defined(__ARM_NEON)
+  return (vfloat)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+#else
+  return a * b + c;
+#endif
+}
+
+// C[MR][NV vectors] += A[MR][K] B[K][..]; everything stays in registers over k.
+template <int MR, int NV, int K, int N>
+CPU_INLINE void dot_block(const float* a, const float* b, float* c) {
+  vfloat acc[MR][NV];
+#pragma GCC unroll 8
+  for (int m = 0; m < MR; m++)
+#pragma GCC unroll 8
+    for (int n = 0; n < NV; n++) acc[m][n] = vload(c + m * N + n * kLanes);
+  for (int k = 0; k < K; k++) {
+    vfloat row[NV];
+#pragma GCC unroll 8
+    for (int n = 0; n < NV; n++) row[n] = vload(b + k * N + n * kLanes);
+#pragma GCC unroll 8
+    for (int m = 0; m < MR; m++) {
+      const float x = a[m * K + k];
+      const vfloat xs = x - (vfloat){};
+#pragma GCC unroll 8
+      for (int n = 0; n < NV; n++) acc[m][n] = vfma(xs, row[n], acc[m][n]);
+    }
+  }
+#pragma GCC unroll 8
+  for (int m = 0; m < MR; m++)
+#pragma GCC unroll 8
+    for (int n = 0; n < NV; n++) vstore(c + m * N + n * kLanes, acc[m][n]);
+}
+
+// C[M][N] += A[M][K] B[K][N], all contiguous.
+template <int M, int N, int K>
+static __attribute__((noinline)) void dot_f32(const float* __restrict a, const float* __restrict b,
+                                              float* __restrict c) {
+  if constexpr (N >= kLanes) {
+    constexpr int NV0 = N / kLanes;
+    constexpr int MR = M >= 4 ? 4 : M;
+    constexpr int most = kLanes == 16 ? 4 : MR == 4 ? 2 : MR == 2 ? 4 : 8;
+    constexpr int NV = NV0 < most ? NV0 : most;
+    for (int n = 0; n < N; n += NV * kLanes)
+      for (int m = 0; m < M; m += MR) dot_block<MR, NV, K, N>(a + m * K, b + n, c + m * N + n);
+  } else {
+    for (int m = 0; m < M; m++)
+      for (int k = 0; k < K; k++)
+        for (int n = 0; n < N; n++) c[m * N + n] = mad(a[m * K + k], b[k * N + n], c[m * N + n]);
+  }
+}
+
+template <int M, int N, int K, class A, class B, class C>
+static void dot_any(const A* a, const B* b, C* c) {
+  for (int m = 0; m < M; m++)
+    for (int k = 0; k < K; k++)
+      for (int n = 0; n < N; n++) c[m * N + n] += (C)a[m * K + k] * (C)b[k * N + n];
+}
+
+// to[C][R] = from[R][C] transposed, by tiles that stay in registers.
+template <int R, int C>
+static __attribute__((noinline)) void transpose(const float* __restrict from, float* __restrict to) {
+#if defined(__AVX__)
+  typedef float v8 __attribute__((vector_size(32)));
+  typedef float v8u __attribute__((vector_size(32), aligned(4)));
+  if constexpr (R % 8 == 0 && C % 8 == 0) {
+    for (int i = 0; i < R; i += 8)
+      for (int j = 0; j < C; j += 8) {
+        const float* f = from + i * C + j;
+        float* t = to + j * R + i;
+        v8 r[8], s[8];
+        for (int k = 0; k < 8; k++) r[k] = *(const v8u*)(f + k * C);
+        for (int k = 0; k < 8; k += 2) {
+          s[k] = __builtin_shufflevector(r[k], r[k + 1], 0, 8, 1, 9, 4, 12, 5, 13);
+          s[k + 1] = __builtin_shufflevector(r[k], r[k + 1], 2, 10, 3, 11, 6, 14, 7, 15);
+        }
+        for (int k = 0; k < 8; k += 4) {
+          r[k] = __builtin_shufflevector(s[k], s[k + 2], 0, 1, 8, 9, 4, 5, 12, 13);
+          r[k + 1] = __builtin_shufflevector(s[k], s[k + 2], 2, 3, 10, 11, 6, 7, 14, 15);
+          r[k + 2] = __builtin_shufflevector(s[k + 1], s[k + 3], 0, 1, 8, 9, 4, 5, 12, 13);
+          r[k + 3] = __builtin_shufflevector(s[k + 1], s[k + 3], 2, 3, 10, 11, 6, 7, 14, 15);
+        }
+        for (int k = 0; k < 4; k++) {
+          *(v8u*)(t + k * R) = __builtin_shufflevector(r[k], r[k + 4], 0, 1, 2, 3, 8, 9, 10, 11);
+          *(v8u*)(t + (k + 4) * R) = __builtin_shufflevector(r[k], r[k + 4], 4, 5, 6, 7, 12, 13, 14, 15);
+        }
+      }
+    return;
+  }
+#endif
+  for (int i = 0; i < R; i += 4)
+    for (int j = 0; j < C; j++)
+      for (int k = i; k < (i + 4 < R ? i + 4 : R); k++) to[j * R + k] = from[k * C + j];
+}
+
+// ---- Atomics. Sequentially consistent whatever was asked for: never weaker.
+
+template <class T, class F>
+CPU_INLINE T atomic_update(T* p, F update) {
+  using U = typename Word<sizeof(T)>::type;
+  U old = __atomic_load_n((U*)p, __ATOMIC_SEQ_CST);
+  while (!__atomic_compare_exchange_n((U*)p, &old, bits_as<U>((T)update(bits_as<T>(old))), false, __ATOMIC_SEQ_CST,
+                                      __ATOMIC_SEQ_CST)) {
+  }
+  return bits_as<T>(old);
+}
+
+template <class T>
+CPU_INLINE T compare_and_swap(T* p, T expected, T desired) {
+  using U = typename Word<sizeof(T)>::type;
+  U old = bits_as<U>(expected);
+  __atomic_compare_exchange_n((U*)p, &old, bits_as<U>(desired), false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);
+  return bits_as<T>(old);
+}
+
+// ---- The loop over the grid.
+
+#ifdef _OPENMP
+extern "C" int omp_in_parallel(void);
+#endif
+
+// Nanoseconds of work below which waking threads costs more than it saves.
+constexpr double kWorthThreads = 50e3;
+
+struct Grid {
+  int32_t n[3];
+};
+
+// ---- Checking mode.
+
+// The first access outside of its storage: which one (0: none), in which program, how many bytes outside.
+struct Failure {
+  int32_t access;
+  int32_t program[3];
+  int64_t offset;
+};
+
+// Notes which program runs, until one fails.
+CPU_INLINE void enter(Failure* failure, int32_t x, int32_t y, int32_t z) {
+  if (failure && !failure->access) {
+    failure->program[0] = x;
+    failure->program[1] = y;
+    failure->program[2] = z;
+  }
+}
+
+// Whether an element lies between two addresses. The first that does not is noted; it is neither read nor written.
+template <class T>
+CPU_INLINE bool within(const T* p, const int64_t* bounds, int32_t access, Failure* failure) {
+  const int64_t begin = (int64_t)p, end = begin + (int64_t)sizeof(T);
+  if (begin >= bounds[0] && end <= bounds[1]) return true;
+  if (!failure->access) {
+    failure->access = access;
+    failure->offset = begin < bounds[0] ? begin - bounds[0] : begin - bounds[1];
+  }
+  return false;
+}
+
+// Memory of a thread for blocks that are too large for its stack.
+template <size_t N>
+struct Scratch {
+  char* bytes = (char*)aligned_alloc(64, N);
+  ~Scratch() { free(bytes); }
+};
+
+CPU_INLINE double nanoseconds() {
+  timespec t;
+  clock_gettime(CLOCK_MONOTONIC, &t);
+  return (double)t.tv_sec * 1e9 + (double)t.tv_nsec;
+}
+
+// Runs all programs. `cost` is the nanoseconds of one, as measured by earlier launches; negative if there were none.
+template <class Program>
+static void run_grid(const int32_t* n, int32_t threads, double* cost, const Program& program) {
+  const int64_t total = (int64_t)n[0] * n[1] * n[2];
+  const Grid grid{{n[0], n[1], n[2]}};
+  const auto run = [&](int64_t i) {
+    const int64_t xy = i / n[0];
+    program(grid, (int32_t)(i % n[0]), (int32_t)(xy % n[1]), (int32_t)(xy / n[1]));
+  };
+  const auto note = [&](double known, double took) {
+    // What takes longer than before was probably interrupted.
+    double next = known < 0 || took < 1.1 * known ? took : 1.1 * known;
+    __atomic_store(cost, &next, __ATOMIC_RELAXED);
+  };
+  double each;
+  __atomic_load(cost, &each, __ATOMIC_RELAXED);
+  int64_t first = 0;
+  double begin = nanoseconds();
+#ifdef _OPENMP
+  if (threads > 1 && total > 1 && !omp_in_parallel()) {
+    if (each < 0) {
+      run(first++);
+      note(each, nanoseconds() - begin);
+      each = nanoseconds() - begin;
+      begin = nanoseconds();
+    }
+    if (each * (double)(total - first) > kWorthThreads) {
+      // Programs are timed one by one: a thread that wakes up late must not make them look like more work.
+      double sum = 0;
+#pragma omp parallel for schedule(dynamic) num_threads(threads) reduction(+ : sum)
+      for (int64_t i = first; i < total; i++) {
+        const double start = nanoseconds();
+        run(i);
+        sum += nanoseconds() - start;
+      }
+      note(each, sum / (double)(total - first));
+      return;
+    }
+  }
+#endif
+  for (int64_t i = first; i < total; i++) run(i);
+  note(each, (nanoseconds() - begin) / (double)(total - first));
+}
