@@ -80,7 +80,7 @@ def test_scripts_of_the_readme_know_their_options(command: str) -> None:
 
 
 def test_the_example_of_the_readme_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    (example,) = blocks("python")
+    example = blocks("python")[0]
     assert 'ModelSpec("smollm2_135m")' in example
     names: dict[str, Any] = {}
     exec(example.replace('"smollm2_135m"', '"tiny_random"'), names)
