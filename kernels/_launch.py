@@ -22,9 +22,8 @@ from triton.runtime.jit import JITFunction
 Choice = TypeVar("Choice")
 
 INTERPRETER = "interpreter"
-# Targets that launch tables know. A GPU in between takes the entry of the nearest older one of its vendor.
-TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942", INTERPRETER)
-# Processors that a recorded launch assumes: A100, H100 and H200, B200, MI300X.
+# Launch tables have an entry for each of these targets and for the interpreter; a GPU in between takes that of the
+# nearest older one of its vendor. The numbers are the processors of A100, H100 and H200, B200, MI300X.
 _RECORDED_PROCESSORS = {"sm_80": 108, "sm_90": 132, "sm_100": 148, "gfx942": 304}
 # Few, so that programs of persistent kernels come around to a second and third work item in small tests.
 _INTERPRETER_PROCESSORS = 7
@@ -65,7 +64,7 @@ def record_launches(target: str) -> Iterator[list[RecordedLaunch]]:
     """Within the context, launchers choose their launches for `target`, and `launch` notes them and runs nothing.
 
     Raises:
-        ValueError: `target` is none of `TARGETS` that can be compiled for.
+        ValueError: `target` is none that can be compiled for.
         RuntimeError: Kernels were decorated for the interpreter in this process, and cannot be compiled.
     """
     if target not in _RECORDED_PROCESSORS:
