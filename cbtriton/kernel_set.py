@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import logging
 import pkgutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -19,6 +20,8 @@ import torch
 from cbtriton.config import KernelConfig
 
 REFERENCE = "reference"
+_logger = logging.getLogger(__name__)
+
 # What "triton", and "auto" where it runs natively, mean for each slot.
 TRITON = {
     "prepare_inputs": "per_row",
@@ -28,6 +31,8 @@ TRITON = {
     "sample": "fused",
     "block_copy": "vectorized",
 }
+# A CPU has fewer threads than a step has rows and heads: nothing is gained by splitting rows, and merging costs.
+ON_CPU = {"decode_attention": "single_pass"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,17 +68,20 @@ def choose_kernels(config: KernelConfig, device: torch.device) -> KernelSet:
     """Resolves a `KernelConfig` to callables.
 
     Args:
-        config: What was asked for. `auto` takes Triton kernels where they can run natively, else the reference.
+        config: What was asked for. `auto` takes Triton kernels where they can run natively; else the reference, after
+            saying in the log what is missing.
         device: Where the kernels will run.
 
     Raises:
         ValueError: A named implementation does not exist.
         RuntimeError: A Triton kernel was asked for by name, or all of them by `triton`, where none can run.
     """
-    names = {slot: _choose(slot, asked, config.default, device) for slot, asked in config.slots().items()}
-    modules = {slot: importlib.import_module(f"cbtriton.kernels.{slot}.{name}") for slot, name in names.items()}
-    if _needs_triton(modules.values()):
-        _triton_target(device, required=True)
+    default = _default(config.default, device)
+    names = {slot: _choose(slot, asked, default) for slot, asked in config.slots().items()}
+    modules = {slot: _module(slot, name) for slot, name in names.items()}
+    launching = _launching()
+    if launching is not None and any(map(launching.uses_triton, modules.values())):
+        launching.target_of(device)
     kernels = {slot: _function(module, slot) for slot, module in modules.items()}
     return KernelSet(
         names=tuple(names.items()),
@@ -83,34 +91,45 @@ def choose_kernels(config: KernelConfig, device: torch.device) -> KernelSet:
     )
 
 
-def _choose(slot: str, asked: str | None, default: str, device: torch.device) -> str:
-    if asked is not None:
-        available = implementations(slot)
-        if asked not in available:
-            raise ValueError(f"kernel slot {slot} has no implementation {asked!r}; available: {', '.join(available)}")
-        return asked
-    if default == "triton" or (default == "auto" and _triton_target(device, required=False) is not None):
-        return TRITON[slot]
-    return REFERENCE
+def _default(asked: str, device: torch.device) -> Mapping[str, str]:
+    """The implementation of each slot that is not named."""
+    launching = _launching()
+    if asked == "auto":
+        why_not = launching.why_not_native(device) if launching else "the package triton is not installed"
+        if why_not is not None:
+            _logger.warning("kernels=auto runs the torch references on %s: %s", device, why_not)
+            asked = REFERENCE
+    if asked == REFERENCE:
+        return dict.fromkeys(TRITON, REFERENCE)
+    is_cpu = launching is not None and launching.native_target(device) == launching.CPU
+    return TRITON | ON_CPU if is_cpu else TRITON
 
 
-def _triton_target(device: torch.device, required: bool) -> str | None:
-    """What runs Triton kernels on `device`: natively, or if they are `required` by the interpreter where that is on."""
-    # Triton has no wheels for some systems, and the references do without it.
+def _choose(slot: str, asked: str | None, default: Mapping[str, str]) -> str:
+    if asked is None:
+        return default[slot]
+    available = implementations(slot)
+    if asked not in available:
+        raise ValueError(f"kernel slot {slot} has no implementation {asked!r}; available: {', '.join(available)}")
+    return asked
+
+
+def _launching() -> ModuleType | None:
+    """What launches Triton kernels. Triton has no wheels for some systems, and the references do without it."""
     if importlib.util.find_spec("triton") is None:
-        if required:
-            raise RuntimeError(
-                "these kernels need the package triton, which is not installed; choose kernels=reference"
-            )
         return None
-    launching = importlib.import_module("cbtriton.kernels._launch")
-    return launching.target_of(device) if required else launching.native_target(device)
+    return importlib.import_module("cbtriton.kernels._launch")
 
 
-def _needs_triton(modules: Iterable[ModuleType]) -> bool:
-    return importlib.util.find_spec("triton") is not None and any(
-        map(importlib.import_module("cbtriton.kernels._launch").uses_triton, modules)
-    )
+def _module(slot: str, name: str) -> ModuleType:
+    try:
+        return importlib.import_module(f"cbtriton.kernels.{slot}.{name}")
+    except ModuleNotFoundError as error:
+        if error.name != "triton":
+            raise
+        raise RuntimeError(
+            f"kernel {slot}/{name} needs the package triton, which is not installed; choose kernels=reference"
+        ) from error
 
 
 def _function(module: ModuleType, name: str) -> Callable[..., Any]:

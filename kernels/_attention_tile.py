@@ -19,6 +19,8 @@ of the multiplications. `D1` is 0 for powers of two, and masked where it is not 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
 import triton
@@ -26,29 +28,49 @@ import triton.language as tl
 from torch import Tensor
 
 from cbtriton.kernels._jit import dot, dot_add, narrow
+from cbtriton.kernels._launch import CPU, power_of_two
 
-# Sides of a matrix product are at least this long on every target.
-MIN_DOT = 16
+# Sides of a matrix product are at least this long on every GPU.
+_MIN_DOT = 16
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
-def split_head_dim(dim: int) -> tuple[int, int]:
-    """Two powers of two, both at least `MIN_DOT` or the second 0, whose sum is `dim` or the least above it."""
-    first = max(MIN_DOT, 1 << dim.bit_length() - 1)
+def min_dot(target: str) -> int:
+    """The shortest side of a matrix product: on CPUs there are no matrix instructions to fill."""
+    return 1 if target == CPU else _MIN_DOT
+
+
+def split_head_dim(dim: int, least: int) -> tuple[int, int]:
+    """Two powers of two, both at least `least` or the second 0, whose sum is `dim` or the least above it."""
+    first = max(least, 1 << dim.bit_length() - 1)
     rest = dim - first
-    return first, 0 if rest <= 0 else max(MIN_DOT, triton.next_power_of_2(rest))
+    return first, 0 if rest <= 0 else max(least, power_of_two(rest))
 
 
 def layer_constants(
-    query: Tensor, key_cache: Tensor, value_cache: Tensor, window: int, softcap: float
-) -> dict[str, Any]:
+    query: Tensor, key_cache: Tensor, value_cache: Tensor, window: int, softcap: float, target: str
+) -> Mapping[str, Any]:
     """The constants that every attention kernel takes: `query [_, Hq, Dk]`, caches `[N, P, Hkv, D]`."""
-    page_size, kv_heads, key_dim = key_cache.shape[1:]
-    value_dim = value_cache.shape[3]
-    (d0, d1), (v0, v1) = split_head_dim(key_dim), split_head_dim(value_dim)
+    return _layer_constants(
+        query.shape[1], *key_cache.shape[1:], value_cache.shape[3], window > 0, softcap != 0.0, min_dot(target)
+    )
+
+
+@cache
+def _layer_constants(
+    num_heads: int,
+    page_size: int,
+    kv_heads: int,
+    key_dim: int,
+    value_dim: int,
+    has_window: bool,
+    has_softcap: bool,
+    least: int,
+) -> Mapping[str, Any]:
+    (d0, d1), (v0, v1) = split_head_dim(key_dim, least), split_head_dim(value_dim, least)
     return {
         "KV_HEADS": kv_heads,
-        "GROUP": query.shape[1] // kv_heads,
+        "GROUP": num_heads // kv_heads,
         "PAGE": page_size,
         "KEY_DIM": key_dim,
         "D0": d0,
@@ -56,14 +78,14 @@ def layer_constants(
         "VALUE_DIM": value_dim,
         "V0": v0,
         "V1": v1,
-        "HAS_WINDOW": window > 0,
-        "HAS_SOFTCAP": softcap != 0.0,
+        "HAS_WINDOW": has_window,
+        "HAS_SOFTCAP": has_softcap,
     }
 
 
-def heads_per_program(group: int) -> int:
+def heads_per_program(group: int, target: str) -> int:
     """Query heads of a KV head that one decode program takes: a power of two, all of them if they are not too many."""
-    return min(max(MIN_DOT, triton.next_power_of_2(group)), 64)
+    return min(max(min_dot(target), power_of_two(group)), 64)
 
 
 @triton.jit

@@ -15,15 +15,19 @@ from types import ModuleType
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 from triton import knobs
 from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
 
+from cbtriton.kernels.cpu_backend.availability import why_unavailable
+
 Choice = TypeVar("Choice")
 
 INTERPRETER = "interpreter"
-# Launch tables have an entry for each of these targets and for the interpreter; a GPU in between takes that of the
-# nearest older one of its vendor. The numbers are the processors of A100, H100 and H200, B200, MI300X.
+CPU = "cpu"
+# Launch tables have an entry for each of these targets, for `CPU` and for the interpreter; a GPU in between takes that
+# of the nearest older one of its vendor. The numbers are the processors of A100, H100 and H200, B200, MI300X.
 _RECORDED_PROCESSORS = {"sm_80": 108, "sm_90": 132, "sm_100": 148, "gfx942": 304}
 # Few, so that programs of persistent kernels come around to a second and third work item in small tests.
 _INTERPRETER_PROCESSORS = 7
@@ -79,6 +83,16 @@ def record_launches(target: str) -> Iterator[list[RecordedLaunch]]:
         _recording.reset(token)
 
 
+def ceil_div(number: int, by: int) -> int:
+    """`number / by` rounded up. Triton's own `cdiv` costs a launcher 15 µs a call."""
+    return -(-number // by)
+
+
+def power_of_two(number: int) -> int:
+    """The least power of two that is not below `number`."""
+    return 1 << (number - 1).bit_length()
+
+
 def pick(entries: Mapping[int, Choice], size: int, what: str) -> Choice:
     """The entry of a launch table with the least key that is not below `size`.
 
@@ -100,10 +114,24 @@ def uses_triton(module: ModuleType) -> bool:
 
 
 def native_target(device: torch.device) -> str | None:
-    """The target that runs kernels on `device` at full speed; None where there is none."""
-    if device.type != "cuda" or knobs.runtime.interpret:
+    """The target that runs kernels on `device` at full speed; None where there is none, see `why_not_native`."""
+    return None if knobs.runtime.interpret else _native_target(device)
+
+
+@cache
+def _native_target(device: torch.device) -> str | None:
+    if why_not_native(device) is not None:
         return None
-    return _gpu_target(device.index if device.index is not None else torch.cuda.current_device())
+    return CPU if device.type == "cpu" else _gpu_target(_index(device))
+
+
+def why_not_native(device: torch.device) -> str | None:
+    """What keeps kernels from running on `device` at full speed; None where nothing does."""
+    if knobs.runtime.interpret:
+        return "TRITON_INTERPRET is set"
+    if device.type == "cuda":
+        return None
+    return why_unavailable() if device.type == "cpu" else f"Triton has no backend for {device.type} here"
 
 
 def target_of(device: torch.device) -> str:
@@ -116,13 +144,17 @@ def target_of(device: torch.device) -> str:
         return recording.target
     if knobs.runtime.interpret:
         return INTERPRETER
-    target = native_target(device)
+    target = _native_target(device)
     if target is None:
         raise RuntimeError(
-            f"no Triton target for tensors on {device}: kernels run on CUDA and ROCm devices, or anywhere with "
-            "TRITON_INTERPRET=1 set before Python starts (slow, for tests); on this device choose kernels=reference"
+            f"no Triton target for tensors on {device}: {why_not_native(device)}. Mend that, or choose "
+            "kernels=reference; TRITON_INTERPRET=1 set before Python starts also runs them (very slow, for tests)"
         )
     return target
+
+
+def _index(device: torch.device) -> int:
+    return device.index if device.index is not None else torch.cuda.current_device()
 
 
 @cache
@@ -134,12 +166,14 @@ def _gpu_target(index: int) -> str:
 
 
 def num_processors(device: torch.device) -> int:
-    """Streaming multiprocessors (compute units) of the target: what sizes the grid of a persistent kernel."""
+    """Streaming multiprocessors, compute units or threads of the target: what sizes a persistent kernel's grid."""
     if (recording := _recording.get()) is not None:
         return _RECORDED_PROCESSORS[recording.target]
     if knobs.runtime.interpret:
         return _INTERPRETER_PROCESSORS
-    return _gpu_processors(device.index if device.index is not None else torch.cuda.current_device())
+    if device.type == "cpu":
+        return torch.get_num_threads()
+    return _gpu_processors(_index(device))
 
 
 @cache
@@ -175,4 +209,34 @@ def launch(
         arguments = dict(zip(kernel.arg_names, args, strict=False)) | constants
         recording.launches.append(RecordedLaunch(kernel, grid, arguments, num_warps, num_stages, enable_fp_fusion))
         return
-    kernel[grid](*args, num_warps=num_warps, num_stages=num_stages, enable_fp_fusion=enable_fp_fusion, **constants)
+    options = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": enable_fp_fusion}
+    if isinstance(args[0], Tensor) and args[0].device.type == "cpu" and isinstance(kernel, JITFunction):
+        _launch_on_cpu(kernel, grid, args, options, constants)
+    else:
+        kernel[grid](*args, **options, **constants)
+
+
+_compiled: dict[tuple, Any] = {}
+
+
+def _launch_on_cpu(
+    kernel: JITFunction, grid: tuple[int, ...], args: tuple, options: dict[str, Any], constants: dict[str, Any]
+) -> None:
+    """Runs `kernel` with less ado than Triton: finding the compiled code would take longer than small kernels do."""
+    key = (kernel, *options.values(), *map(_kind, args), *constants.items())
+    compiled = _compiled.get(key)
+    if compiled is None or knobs.runtime.launch_enter_hook.calls or knobs.runtime.launch_exit_hook.calls:
+        _compiled[key] = kernel[grid](*args, **options, **constants)
+        return
+    rest = [constants[name] for name in kernel.arg_names[len(args) :]]
+    sides = (*grid, 1, 1)[:3]
+    compiled.run(*sides, 0, compiled.function, compiled.packed_metadata, None, None, None, *args, *rest)
+
+
+def _kind(arg: Any) -> Any:
+    """What the code depends on of an argument, or more than that: Triton makes a constant of an integer that is 1."""
+    if isinstance(arg, Tensor):
+        return arg.dtype
+    if isinstance(arg, int):
+        return bool if isinstance(arg, bool) else (arg == 1, -(2**31) <= arg < 2**31)
+    return type(arg)

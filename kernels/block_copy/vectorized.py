@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cbtriton.kernels._launch import launch, target_of
+from cbtriton.kernels._launch import ceil_div, launch, target_of
 from cbtriton.kernels._op import kernel_op
 
 # (elements per program, warps)
@@ -15,6 +15,7 @@ _LAUNCHES = {
     "sm_90": (4096, 4),
     "sm_100": (4096, 4),
     "gfx942": (4096, 4),
+    "cpu": (4096, 1),
     "interpreter": (65536, 1),
 }
 
@@ -51,7 +52,7 @@ def block_copy(key_cache: Tensor, value_cache: Tensor, sources: Tensor, targets:
     block, num_warps = _LAUNCHES[target_of(key_cache.device)]
     launch(
         _block_copy,
-        (len(sources), triton.cdiv(max(key_elements, value_elements), block)),
+        (len(sources), ceil_div(max(key_elements, value_elements), block)),
         key_cache,
         value_cache,
         sources,

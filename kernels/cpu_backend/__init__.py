@@ -7,3 +7,6 @@ object (`toolchain`), and its launch (`driver`).
 
 The package knows nothing of particular kernels.
 """
+
+# Triton imports this package while it is imported itself. It must begin first, or it would find a module half-way.
+import triton  # noqa: F401

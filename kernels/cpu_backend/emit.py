@@ -7,7 +7,8 @@
 | cf.br, cf.cond_br | `goto` |
 | block that several loops need | an array, filled by a loop nest |
 | tt.store, tt.atomic_rmw, tt.atomic_cas | a loop nest that writes memory |
-| tt.dot | `dot_f32` of `runtime.h` on arrays of fp32 numbers; other types `dot_any` |
+| tt.dot | `dot_f32` of `runtime.h` on fp32 arrays, `dot_rows` for few rows by a transpose; other types `dot_any` |
+| tt.dot of few rows by a load | the same, with the right operand read where it is |
 | tt.reduce, last axis | up to 32 accumulators over the axis, then a tree |
 | tt.reduce, other axis | one accumulator per element of the result, the axis as an outer loop |
 | tt.scan | an array, combined in place along the axis |
@@ -33,7 +34,16 @@ from cbtriton.kernels.cpu_backend.nest import (
     written,
 )
 from cbtriton.kernels.cpu_backend.ops import ELEMENT_WISE, MEMORY, literal, register_type, unsigned
-from cbtriton.kernels.cpu_backend.passes import IGNORED, VIEWS, is_matrix_transpose, make_plan, simplify
+from cbtriton.kernels.cpu_backend.passes import (
+    FEW_ROWS,
+    IGNORED,
+    VIEWS,
+    has_effects,
+    is_matrix_transpose,
+    make_plan,
+    simplify,
+    streamed_load,
+)
 
 # Arrays of a program that are more than this in all live in memory of the thread instead of on its stack.
 _STACK_BYTES = 1 << 20
@@ -108,7 +118,7 @@ class _Emitter:
         self._function = function
         pointers = [arg for arg in function.args if arg.type.elem == "ptr"]
         self._context = Context(
-            plan=make_plan(function),
+            plan=make_plan(function, may_stream=not check),
             scalars={},
             arrays={},
             names=Names(),
@@ -122,6 +132,8 @@ class _Emitter:
         self._declarations: list[str] | None = [] if len(function.body.blocks) > 1 else None
         self._depth = 0
         self._scratch = 0
+        # Addresses of rows by the product that reads them next.
+        self._row_arrays: dict[Op, str] = {}
         self._on_heap = self._array_bytes() > _STACK_BYTES
 
     # The file
@@ -415,15 +427,66 @@ class _Emitter:
         k = a.type.shape[-1]
         m, n = shape[-2:]
         is_fast = result.type.elem in ("f32", "f16", "bf16") and a.type.elem in ("f32", "f16", "bf16")
-        names = [self._matrix(operand, is_fast) for operand in (a, b)]
+        if op in self._plan.streamed:
+            self._streamed_dot(op)
+            return
+        few = is_fast and m <= FEW_ROWS and b not in self._plan.arrays and is_matrix_transpose(b)
+        names = [self._matrix(a, is_fast), self._matrix(b.op.operands[0] if few else b, is_fast)]
         name = self._dot_target(op)
-        function = "dot_f32" if is_fast else "dot_any"
+        function = "dot_rows" if few else "dot_f32" if is_fast else "dot_any"
         for batch in range(shape[0] if len(shape) == 3 else 1):
             sides = (m * k, k * n, m * n)
-            parts = [f"{x} + {batch * size}" for x, size in zip((*names, name), sides, strict=True)]
-            self._line(f"{function}<{m}, {n}, {k}>({', '.join(parts)});")
+            left, right, out = (f"{x} + {batch * size}" for x, size in zip((*names, name), sides, strict=True))
+            if is_fast:
+                right = f"Ordered<{k if few else n}>{{{right}}}"
+            self._line(f"{function}<{m}, {n}, {k}>({left}, {right}, {out});")
         if result.type.elem in ("f16", "bf16"):
             self._line(f"for (auto& x : {name}) x = round_{result.type.elem}(x);")
+
+    def _streamed_dot(self, op: Op) -> None:
+        """A product whose right operand stays where it is: only the addresses of its rows are kept.
+
+        Rows of the products that follow are asked for as soon as their addresses are known.
+        """
+        for dot in [op, *self._followers(op)]:
+            if dot not in self._row_arrays:
+                self._find_rows(dot)
+        left = self._matrix(op.operands[0], True)
+        (m, n), k = op.result.type.shape, op.operands[0].type.shape[1]
+        name = self._dot_target(op)
+        kind = {"f16": "Half", "bf16": "Brain", "f32": "Single"}[streamed_load(op).result.type.elem]
+        function = "dot_rows" if is_matrix_transpose(op.operands[1]) else "dot_f32"
+        self._line(f"{function}<{m}, {n}, {k}>({left}, Scattered<{kind}>{{{self._row_arrays.pop(op)}}}, {name});")
+
+    def _followers(self, op: Op) -> list[Op]:
+        """Streamed products behind `op` for which nothing but arithmetic is between here and their addresses."""
+        followers = []
+        for later in op.parent.ops[op.parent.ops.index(op) + 1 :]:
+            if has_effects(later):
+                break
+            if later in self._plan.streamed and self._is_known(streamed_load(later).operands[0]):
+                followers.append(later)
+        return followers
+
+    def _is_known(self, value: Value) -> bool:
+        if not value.type.is_block or value in self._plan.arrays:
+            return value in (self._context.arrays if value.type.is_block else self._context.scalars)
+        return value.op is not None and all(self._is_known(operand) for operand in value.op.operands)
+
+    def _find_rows(self, op: Op) -> None:
+        """Writes the addresses of the right operand's rows to an array, and asks for the rows."""
+        pointers = streamed_load(op).operands[0]
+        rows, columns = pointers.type.shape
+        name = self._row_arrays[op] = self._context.names("r")
+        line = self._array(name, f"const {MEMORY[pointers.type.pointee]}*", rows)
+        (self._declarations if self._declarations is not None and self._depth <= 1 else self._lines).append(line)
+        nest = Nest(self._context)
+
+        def address(index: tuple[Expr, ...]) -> None:
+            nest.line(f"{name}[{index[0].code}] = &{nest.address(pointers, (*index, ZERO)).code};")
+
+        self._scope(nest.loops((rows,), address))
+        self._line(f"fetch_rows<{rows}, {columns}>({name});")
 
     def _dot_target(self, op: Op) -> str:
         """The array of a product, with what the product is added to."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from cbtriton.kernels.cpu_backend.analysis import stride
 from cbtriton.kernels.cpu_backend.ir import Block, Function, Op, Type, Value, index_uses, new_op, walk
 from cbtriton.kernels.cpu_backend.ops import ELEMENT_WISE
 
@@ -16,6 +17,8 @@ CONTROL = {"scf.for", "scf.while", "scf.if"}
 IGNORED = {"llvm.intr.assume", "gpu.barrier", "ttg.barrier", "ttg.local_barrier", "tt.debug_barrier"}
 # Above it, a value with several consumers is kept in an array rather than computed by each of them.
 _CHEAP = 12
+# Up to so many rows of the left matrix, a product reads the right one where it is instead of putting it in order first.
+FEW_ROWS = 8
 _LOAD_COST = 1000
 
 
@@ -27,11 +30,13 @@ class Plan:
         arrays: Block values that get an array; others are computed where they are used.
         raw: Arrays of 16-bit floats that hold the bits as in memory, because they are only copied.
         in_place: Results that are written over an array that already exists, that of a loop's carried value.
+        streamed: Products whose right operand, or its transpose, is read from memory row by row, and never kept.
     """
 
     arrays: set[Value] = field(default_factory=set)
     raw: set[Value] = field(default_factory=set)
     in_place: dict[Value, Value] = field(default_factory=dict)
+    streamed: set[Op] = field(default_factory=set)
 
 
 def is_unit_reshape(op: Op) -> bool:
@@ -159,21 +164,24 @@ def _insert_before(op: Op, new: Op) -> None:
 # ---- Where values are computed
 
 
-def make_plan(function: Function) -> Plan:
+def make_plan(function: Function, may_stream: bool = True) -> Plan:
     """Decides which block values get arrays.
 
     A value is computed inside the loop of its consumer, unless several loops need it and it is not cheap, a deeper
     loop needs it, it crosses a branch or a loop's end, or moving it would move a load across a write.
     """
     # What operands cost depends on whether they have arrays, which is decided later: hence a second turn.
-    return _Planner(function, _Planner(function, set()).run().arrays).run()
+    likely = _Planner(function, set(), may_stream).run().arrays
+    return _Planner(function, likely, may_stream).run()
 
 
 class _Planner:
-    def __init__(self, function: Function, likely_arrays: set[Value]) -> None:
+    def __init__(self, function: Function, likely_arrays: set[Value], may_stream: bool) -> None:
         self._function = function
         self._likely_arrays = likely_arrays
         self._plan = Plan()
+        if may_stream:
+            self._plan.streamed.update(op for op in function.walk() if op.name == "tt.dot" and _may_stream(op))
         self._roots: dict[Value, set[Op]] = {}
         self._costs: dict[Value, int] = {}
 
@@ -199,7 +207,7 @@ class _Planner:
         roots = set()
         forced = False
         for user in value.uses:
-            forced |= _needs_array(user, value)
+            forced |= _needs_array(user, value) and not self._is_streamed(value)
             roots |= self._roots_through(user)
         self._roots[value] = roots
         if op.name in COMPUTED or op.name in CONTROL or op.name in ("tt.atomic_rmw", "tt.atomic_cas", "tt.gather"):
@@ -218,6 +226,9 @@ class _Planner:
         is_needed_again = (len(roots) > 1 or deeper) and not self._is_cheap(value)
         if is_needed_again or (op.name == "tt.load" and not all(_may_delay(op, root) for root in roots)):
             arrays.add(value)
+
+    def _is_streamed(self, value: Value) -> bool:
+        return any(streamed_load(dot).result is value for dot in self._plan.streamed)
 
     def _roots_through(self, user: Op) -> set[Op]:
         """The operations in whose loops a user is computed: itself, or where its results are inlined."""
@@ -321,6 +332,30 @@ def is_matrix_transpose(value: Value) -> bool:
     """Whether a value is the transpose of a matrix."""
     op = value.op
     return op is not None and op.name == "tt.trans" and len(value.type.shape) == 2 and op.attrs["order"] == [1, 0]
+
+
+def streamed_load(dot: Op) -> Op | None:
+    """The load that a product's right operand, or what that is the transpose of, comes from."""
+    right = dot.operands[1]
+    source = right.op.operands[0] if is_matrix_transpose(right) else right
+    return source.op if source.op is not None and source.op.name == "tt.load" else None
+
+
+def _may_stream(dot: Op) -> bool:
+    load = streamed_load(dot)
+    if load is None or len(load.operands) > 1:
+        return False
+    left, right, result = dot.operands[0].type, dot.operands[1], dot.result.type
+    if (
+        len(result.shape) != 2
+        or left.shape[0] > FEW_ROWS
+        or result.elem != "f32"
+        or right.type.elem not in ("f16", "bf16", "f32")
+    ):
+        return False
+    if len(load.result.uses) != 1 or len(right.uses) != 1:
+        return False
+    return stride(load.operands[0], 1, set()) == 1 and _may_delay(load, dot)
 
 
 def _may_delay(load: Op, root: Op) -> bool:

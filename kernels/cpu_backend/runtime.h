@@ -307,9 +307,70 @@ CPU_INLINE vfloat vfma(vfloat a, vfloat b, vfloat c) {
 #endif
 }
 
+// ---- Where the right matrix of a product is: in an array of fp32 numbers, or in rows anywhere in memory.
+
+typedef uint16_t vshort_u __attribute__((vector_size(2 * kLanes), aligned(2)));
+typedef uint32_t vword __attribute__((vector_size(4 * kLanes)));
+
+// Numbers of 16 bits, zeros before them. GCC makes five instructions of a conversion that is one.
+CPU_INLINE vword widen(const uint16_t* p) {
+#if defined(__AVX512F__) && !defined(__clang__)
+  typedef short v16 __attribute__((vector_size(32), aligned(2)));
+  typedef int v16i __attribute__((vector_size(64)));
+  return (vword)__builtin_ia32_pmovzxwd512_mask(*(const v16*)p, (v16i){}, (unsigned short)-1);
+#elif defined(__AVX2__) && !defined(__clang__)
+  typedef short v8 __attribute__((vector_size(16), aligned(2)));
+  return (vword)__builtin_ia32_pmovzxwd256(*(const v8*)p);
+#else
+  return __builtin_convertvector(*(const vshort_u*)p, vword);
+#endif
+}
+
+struct Single {
+  using memory = float;
+  static vfloat load(const float* p) { return vload(p); }
+  static float one(float x) { return x; }
+};
+struct Brain {
+  using memory = uint16_t;
+  static vfloat load(const uint16_t* p) { return (vfloat)(widen(p) << 16); }
+  static float one(uint16_t x) { return from_bf16(x); }
+};
+struct Half {
+  using memory = uint16_t;
+  static vfloat load(const uint16_t* p) {
+    const vword x = widen(p);
+    const vword sign = (x & 0x8000u) << 16, rest = (x & 0x7fffu) << 13;
+    const vfloat number = (vfloat)rest * bits_as<float>(0x77800000u);
+    const vword special = (vword)(rest >= 0x0f800000u);
+    return (vfloat)(sign | (special & (rest | 0x7f800000u)) | (~special & (vword)number));
+  }
+  static float one(uint16_t x) { return from_f16(x); }
+};
+
+template <int COLUMNS>
+struct Ordered {
+  const float* p;
+  vfloat at(int row, int column) const { return vload(p + row * COLUMNS + column); }
+  float one(int row, int column) const { return p[row * COLUMNS + column]; }
+};
+template <class T>
+struct Scattered {
+  const typename T::memory* const* rows;
+  vfloat at(int row, int column) const { return T::load(rows[row] + column); }
+  float one(int row, int column) const { return T::one(rows[row][column]); }
+};
+
+// Asks for rows that lie anywhere, so that they are on their way before they are needed: no hardware foresees them.
+template <int ROWS, int COLUMNS, class T>
+CPU_INLINE void fetch_rows(const T* const* rows) {
+  for (int i = 0; i < ROWS; i++)
+    for (int j = 0; j < COLUMNS * (int)sizeof(T); j += 64) __builtin_prefetch((const char*)rows[i] + j);
+}
+
 // C[MR][NV vectors] += A[MR][K] B[K][..]; everything stays in registers over k.
-template <int MR, int NV, int K, int N>
-CPU_INLINE void dot_block(const float* a, const float* b, float* c) {
+template <int MR, int NV, int K, int N, class Right>
+CPU_INLINE void dot_block(const float* a, Right b, int column, float* c) {
   vfloat acc[MR][NV];
 #pragma GCC unroll 8
   for (int m = 0; m < MR; m++)
@@ -318,7 +379,7 @@ CPU_INLINE void dot_block(const float* a, const float* b, float* c) {
   for (int k = 0; k < K; k++) {
     vfloat row[NV];
 #pragma GCC unroll 8
-    for (int n = 0; n < NV; n++) row[n] = vload(b + k * N + n * kLanes);
+    for (int n = 0; n < NV; n++) row[n] = b.at(k, column + n * kLanes);
 #pragma GCC unroll 8
     for (int m = 0; m < MR; m++) {
       const float x = a[m * K + k];
@@ -333,21 +394,92 @@ CPU_INLINE void dot_block(const float* a, const float* b, float* c) {
     for (int n = 0; n < NV; n++) vstore(c + m * N + n * kLanes, acc[m][n]);
 }
 
-// C[M][N] += A[M][K] B[K][N], all contiguous.
-template <int M, int N, int K>
-static __attribute__((noinline)) void dot_f32(const float* __restrict a, const float* __restrict b,
-                                              float* __restrict c) {
+// Columns of a product that one block of MR rows computes at a time, in vectors: as many sums as registers hold, and
+// more than a multiply-add takes cycles.
+template <int MR>
+constexpr int kBlockVectors = kLanes == 16 ? 6 : MR == 4 ? 3 : MR == 2 ? 4 : 8;
+
+template <int MR, int NV, int LEFT, int K, int N, class Right>
+CPU_INLINE void dot_columns(const float* a, Right b, int column, float* c) {
+  constexpr int now = LEFT < NV ? LEFT : NV;
+  dot_block<MR, now, K, N>(a, b, column, c);
+  if constexpr (LEFT > now) dot_columns<MR, NV, LEFT - now, K, N>(a, b, column + now * kLanes, c + now * kLanes);
+}
+
+// C[M][N] += A[M][K] B[K][N].
+template <int M, int N, int K, class Right>
+static __attribute__((noinline)) void dot_f32(const float* __restrict a, Right b, float* __restrict c) {
   if constexpr (N >= kLanes) {
-    constexpr int NV0 = N / kLanes;
     constexpr int MR = M >= 4 ? 4 : M;
-    constexpr int most = kLanes == 16 ? 4 : MR == 4 ? 2 : MR == 2 ? 4 : 8;
-    constexpr int NV = NV0 < most ? NV0 : most;
-    for (int n = 0; n < N; n += NV * kLanes)
-      for (int m = 0; m < M; m += MR) dot_block<MR, NV, K, N>(a + m * K, b + n, c + m * N + n);
+    // Columns in pieces that are short enough to be unrolled, and whose part of B stays in the cache for all rows.
+    constexpr int piece = N < 16 * kLanes ? N : 16 * kLanes;
+    for (int n = 0; n < N; n += piece)
+      for (int m = 0; m < M; m += MR)
+        dot_columns<MR, kBlockVectors<MR>, piece / kLanes, K, N>(a + m * K, b, n, c + m * N + n);
   } else {
     for (int m = 0; m < M; m++)
       for (int k = 0; k < K; k++)
-        for (int n = 0; n < N; n++) c[m * N + n] = mad(a[m * K + k], b[k * N + n], c[m * N + n]);
+        for (int n = 0; n < N; n++) c[m * N + n] = mad(a[m * K + k], b.one(k, n), c[m * N + n]);
+  }
+}
+
+// Sums of the lanes of kLanes vectors, in the vectors' order. Halves are added until there is one vector.
+CPU_INLINE vfloat lane_sums(vfloat* v) {
+#if defined(__AVX512F__)
+#define CPU_FOLD(x, y, ...) (__builtin_shufflevector(x, y, __VA_ARGS__))
+  for (int i = 0; i < 8; i++)
+    v[i] = CPU_FOLD(v[2 * i], v[2 * i + 1], 0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29) +
+           CPU_FOLD(v[2 * i], v[2 * i + 1], 2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31);
+  for (int i = 0; i < 4; i++)
+    v[i] = CPU_FOLD(v[2 * i], v[2 * i + 1], 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29) +
+           CPU_FOLD(v[2 * i], v[2 * i + 1], 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
+  for (int i = 0; i < 2; i++)
+    v[i] = CPU_FOLD(v[2 * i], v[2 * i + 1], 0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27) +
+           CPU_FOLD(v[2 * i], v[2 * i + 1], 4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31);
+  return CPU_FOLD(v[0], v[1], 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +
+         CPU_FOLD(v[0], v[1], 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
+#undef CPU_FOLD
+#elif defined(__AVX__)
+  for (int i = 0; i < 4; i++)
+    v[i] = __builtin_shufflevector(v[2 * i], v[2 * i + 1], 0, 8, 1, 9, 4, 12, 5, 13) +
+           __builtin_shufflevector(v[2 * i], v[2 * i + 1], 2, 10, 3, 11, 6, 14, 7, 15);
+  for (int i = 0; i < 2; i++)
+    v[i] = __builtin_shufflevector(v[2 * i], v[2 * i + 1], 0, 1, 8, 9, 4, 5, 12, 13) +
+           __builtin_shufflevector(v[2 * i], v[2 * i + 1], 2, 3, 10, 11, 6, 7, 14, 15);
+  return __builtin_shufflevector(v[0], v[1], 0, 1, 2, 3, 8, 9, 10, 11) +
+         __builtin_shufflevector(v[0], v[1], 4, 5, 6, 7, 12, 13, 14, 15);
+#else
+  for (int i = 0; i < 2; i++)
+    v[i] = __builtin_shufflevector(v[2 * i], v[2 * i + 1], 0, 4, 1, 5) +
+           __builtin_shufflevector(v[2 * i], v[2 * i + 1], 2, 6, 3, 7);
+  return __builtin_shufflevector(v[0], v[1], 0, 1, 4, 5) + __builtin_shufflevector(v[0], v[1], 2, 3, 6, 7);
+#endif
+}
+
+// C[M][N] += A[M][K] B[N][K]^T for few rows of A: without putting B in order, which would take longer than the sums.
+template <int M, int N, int K, class Right>
+static __attribute__((noinline)) void dot_rows(const float* __restrict a, Right b, float* __restrict c) {
+  constexpr int MR = M < kLanes ? M : kLanes, NR = kLanes / MR;
+  if constexpr (N % NR == 0 && K % kLanes == 0) {
+    for (int m0 = 0; m0 < M; m0 += MR)
+      for (int n0 = 0; n0 < N; n0 += NR) {
+        vfloat acc[kLanes] = {};
+        for (int k = 0; k < K; k += kLanes) {
+          vfloat row[NR];
+#pragma GCC unroll 16
+          for (int n = 0; n < NR; n++) row[n] = b.at(n0 + n, k);
+#pragma GCC unroll 16
+          for (int i = 0; i < kLanes; i++) acc[i] = vfma(vload(a + (m0 + i / NR) * K + k), row[i % NR], acc[i]);
+        }
+        float sums[kLanes];
+        vstore(sums, lane_sums(acc));
+#pragma GCC unroll 16
+        for (int i = 0; i < kLanes; i++) c[(m0 + i / NR) * N + n0 + i % NR] += sums[i];
+      }
+  } else {
+    for (int m = 0; m < M; m++)
+      for (int n = 0; n < N; n++)
+        for (int k = 0; k < K; k++) c[m * N + n] = mad(a[m * K + k], b.one(n, k), c[m * N + n]);
   }
 }
 

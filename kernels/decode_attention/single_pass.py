@@ -28,7 +28,7 @@ from cbtriton.kernels._attention_tile import (
     store_shares,
     tile_slots,
 )
-from cbtriton.kernels._launch import launch, pick, target_of
+from cbtriton.kernels._launch import ceil_div, launch, pick, target_of
 from cbtriton.kernels._op import kernel_op
 
 # A row's bits do not depend on its neighbours; tests hold the module to it.
@@ -50,6 +50,7 @@ _LAUNCHES = {
     "sm_90": {256: _Launch(32, 4, 4), 512: _Launch(32, 4, 3), 1024: _Launch(16, 4, 3)},
     "sm_100": {256: _Launch(32, 4, 4), 512: _Launch(32, 4, 3), 1024: _Launch(16, 4, 3)},
     "gfx942": {256: _Launch(64, 4, 1), 512: _Launch(32, 4, 1), 1024: _Launch(16, 4, 1)},
+    "cpu": {4096: _Launch(64, 1, 1)},
     "interpreter": {1024: _Launch(32, 1, 1)},
 }
 
@@ -85,8 +86,10 @@ def _decode(
     HEADS: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    entry, kv_head, head_block = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
-    in_group = head_block * HEADS + tl.arange(0, HEADS)
+    HEAD_BLOCKS: tl.constexpr = (GROUP + HEADS - 1) // HEADS
+    # Heads of a token lie side by side, so neighbouring programs take heads of the same tokens.
+    entry, kv_head = tl.program_id(1).to(tl.int64), tl.program_id(0) // HEAD_BLOCKS
+    in_group = tl.program_id(0) % HEAD_BLOCKS * HEADS + tl.arange(0, HEADS)
     is_head = in_group < GROUP
     heads = kv_head * GROUP + in_group
 
@@ -150,13 +153,14 @@ def decode_attention(
 ) -> Tensor:
     """Attention of one query token per row; see `reference.decode_attention`."""
     num_rows, num_heads, key_dim = query.shape
-    constants = layer_constants(query, key_cache, value_cache, window, softcap)
-    config = pick(_LAUNCHES[target_of(query.device)], key_dim * key_cache.itemsize, "bytes of a key head")
-    heads = heads_per_program(constants["GROUP"])
+    target = target_of(query.device)
+    constants = layer_constants(query, key_cache, value_cache, window, softcap, target)
+    config = pick(_LAUNCHES[target], key_dim * key_cache.itemsize, "bytes of a key head")
+    heads = heads_per_program(constants["GROUP"], target)
     out = value_cache.new_empty(num_rows, num_heads, value_cache.shape[3])
     launch(
         _decode,
-        (num_rows, constants["KV_HEADS"], triton.cdiv(constants["GROUP"], heads)),
+        (constants["KV_HEADS"] * ceil_div(constants["GROUP"], heads), num_rows),
         query,
         key_cache,
         value_cache,

@@ -35,7 +35,7 @@ from cbtriton.kernels._attention_tile import (
     tile_slots,
 )
 from cbtriton.kernels._jit import narrow
-from cbtriton.kernels._launch import launch, num_processors, pick, target_of
+from cbtriton.kernels._launch import ceil_div, launch, num_processors, pick, power_of_two, target_of
 from cbtriton.kernels._op import kernel_op
 
 # Tokens of the smallest split: the merge writes and reads 2 * GROUP / SPLIT of what the keys and values take (bf16).
@@ -75,6 +75,7 @@ _LAUNCHES = {
         1024: _Launch(16, 4, 3, 2),
     },
     "gfx942": {256: _Launch(64, 4, 1, 2), 512: _Launch(32, 4, 1, 2), 1024: _Launch(16, 4, 1, 1)},
+    "cpu": {4096: _Launch(64, 1, 1, 8)},
     "interpreter": {1024: _Launch(32, 1, 1, 1)},
 }
 
@@ -353,11 +354,12 @@ def attend(
         max_kv: See there.
     """
     num_rows, (num_heads, key_dim) = len(rows), query.shape[1:]
-    constants = layer_constants(query, key_cache, value_cache, window, softcap)
-    config = pick(_LAUNCHES[target_of(query.device)], key_dim * key_cache.itemsize, "bytes of a key head")
-    heads = heads_per_program(constants["GROUP"])
+    target = target_of(query.device)
+    constants = layer_constants(query, key_cache, value_cache, window, softcap, target)
+    config = pick(_LAUNCHES[target], key_dim * key_cache.itemsize, "bytes of a key head")
+    heads = heads_per_program(constants["GROUP"], target)
     any_query_len = cu_seqlens_q is not None
-    splits = triton.cdiv(max_kv, _SPLIT)
+    splits = ceil_div(max_kv, _SPLIT)
     if window:
         # Two more than fill the window: it may begin and end within one.
         splits = window_splits = min(splits, (window + _SPLIT - 2) // _SPLIT + 1)
@@ -366,7 +368,7 @@ def attend(
     num_items = num_rows * splits
     partial = query.new_empty((num_items, num_heads, value_cache.shape[3]), dtype=torch.float32)
     lse = query.new_empty((num_items, num_heads), dtype=torch.float32)
-    num_work = num_items * constants["KV_HEADS"] * triton.cdiv(constants["GROUP"], heads)
+    num_work = num_items * constants["KV_HEADS"] * ceil_div(constants["GROUP"], heads)
     launch(
         _attend_splits,
         (min(num_work, num_processors(query.device) * config.per_processor),),
@@ -411,7 +413,7 @@ def attend(
         window,
         NUM_HEADS=num_heads,
         VALUE_DIM=constants["VALUE_DIM"],
-        DIMS=triton.next_power_of_2(constants["VALUE_DIM"]),
+        DIMS=power_of_two(constants["VALUE_DIM"]),
         HAS_WINDOW=window > 0,
         HAS_SINKS=sinks is not None,
         ANY_QUERY_LEN=any_query_len,

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cbtriton.kernels._launch import launch, target_of
+from cbtriton.kernels._launch import ceil_div, launch, power_of_two, target_of
 from cbtriton.kernels._op import kernel_op
 
 # (tokens per program, elements of a token per pass, warps): 4 x 1,024 bf16 numbers are one 16-byte access of each of
@@ -19,6 +19,7 @@ _LAUNCHES = {
     "sm_90": (4, 1024, 4),
     "sm_100": (4, 1024, 4),
     "gfx942": (4, 1024, 4),
+    "cpu": (16, 4096, 1),
     "interpreter": (16, 1024, 1),
 }
 
@@ -79,7 +80,7 @@ def kv_write(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor,
     tokens, block, num_warps = _LAUNCHES[target_of(key.device)]
     launch(
         _kv_write,
-        (triton.cdiv(num_tokens, tokens),),
+        (ceil_div(num_tokens, tokens),),
         key,
         value,
         key_cache,
@@ -94,8 +95,8 @@ def kv_write(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor,
         KEY_DIM=key_dim,
         VALUE_DIM=value_dim,
         TOKENS=tokens,
-        KEY_BLOCK=min(block, triton.next_power_of_2(heads * key_dim)),
-        VALUE_BLOCK=min(block, triton.next_power_of_2(heads * value_dim)),
+        KEY_BLOCK=min(block, power_of_two(heads * key_dim)),
+        VALUE_BLOCK=min(block, power_of_two(heads * value_dim)),
         num_warps=num_warps,
     )
 

@@ -32,7 +32,7 @@ from torch import Tensor
 from triton.language.extra.cuda import libdevice
 
 from cbtriton.kernels._jit import INTERPRETED
-from cbtriton.kernels._launch import INTERPRETER, launch, target_of
+from cbtriton.kernels._launch import INTERPRETER, ceil_div, launch, power_of_two, target_of
 from cbtriton.kernels._op import kernel_op
 
 
@@ -65,6 +65,7 @@ _CHOICES = {
     "sm_90": _Choices(2048, 4, 8192, 1024, 8, 4, 16),
     "sm_100": _Choices(2048, 4, 8192, 512, 8, 4, 8),
     "gfx942": _Choices(2048, 4, 8192, 1024, 8, 4, 8),
+    "cpu": _Choices(4096, 4, 8192, 256, 8, 1, 1),
     INTERPRETER: _Choices(4096, 2, 512, 256, 256, 1, 1),
 }
 
@@ -127,8 +128,8 @@ def sample(
     device = logits.device
     target = target_of(device)
     choices = _CHOICES[target]
-    block = min(choices.block, triton.next_power_of_2(vocab_size))
-    num_blocks = triton.cdiv(vocab_size, block)
+    block = min(choices.block, power_of_two(vocab_size))
+    num_blocks = ceil_div(vocab_size, block)
     turns = min(choices.turns, num_blocks)
     is_filtered = not all_greedy and (use_top_k or use_top_p or use_min_p)
     flags = use_top_k * 1 + use_top_p * 2 + use_min_p * 4 + use_min_length * 8
@@ -147,7 +148,7 @@ def sample(
 
     row_arguments = (logits, rows, positions, temperature, top_k, top_p, min_p, min_positions, eos_ids)
     sizes = (vocab_size, logits.stride(0), eos_ids.stride(0), eos_ids.shape[1], flags)
-    shared = {"BLOCK": block, "NUM_BLOCKS": num_blocks, "PADDED_BLOCKS": triton.next_power_of_2(num_blocks)}
+    shared = {"BLOCK": block, "NUM_BLOCKS": num_blocks, "PADDED_BLOCKS": power_of_two(num_blocks)}
     is_nvidia = target.startswith("sm_")
     launch(
         _scan,
@@ -174,7 +175,7 @@ def sample(
     if is_filtered:
         launch(
             _count,
-            (size, triton.cdiv(num_blocks, turns)),
+            (size, ceil_div(num_blocks, turns)),
             *row_arguments,
             *sizes,
             peaks,
@@ -216,7 +217,7 @@ def sample(
         logprobs,
         valid,
         NUM_BLOCKS=num_blocks,
-        PADDED_BLOCKS=triton.next_power_of_2(num_blocks),
+        PADDED_BLOCKS=power_of_two(num_blocks),
         NUM_ITEMS=num_items,
         TILE=choices.tile,
         PIVOTS=choices.pivots,

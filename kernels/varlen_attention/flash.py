@@ -33,7 +33,7 @@ from cbtriton.kernels._attention_tile import (
     store_shares,
     tile_slots,
 )
-from cbtriton.kernels._launch import launch, pick, target_of
+from cbtriton.kernels._launch import ceil_div, launch, pick, target_of
 from cbtriton.kernels._op import kernel_op
 from cbtriton.kernels.decode_attention import split_kv
 
@@ -77,6 +77,7 @@ _LAUNCHES = {
         256: _Launch(128, 32, 4, 1),
         512: _Launch(64, 16, 4, 1),
     },
+    "cpu": {4096: _Launch(64, 64, 1, 1)},
     "interpreter": {1024: _Launch(32, 32, 1, 1)},
 }
 # Products of fp32 matrices have no matrix instructions without rounding, and unroll into very many others.
@@ -85,6 +86,7 @@ _FP32_LAUNCHES = {
     "sm_90": {1024: _Launch(16, 16, 4, 3)},
     "sm_100": {1024: _Launch(16, 16, 4, 3)},
     "gfx942": {1024: _Launch(16, 16, 4, 1)},
+    "cpu": _LAUNCHES["cpu"],
     "interpreter": _LAUNCHES["interpreter"],
 }
 
@@ -260,9 +262,10 @@ def varlen_attention(
 ) -> Tensor:
     """Causal attention of each row's query tokens; see `reference.varlen_attention`."""
     num_tokens, num_heads, key_dim = query.shape
-    constants = layer_constants(query, key_cache, value_cache, window, softcap)
+    target = target_of(query.device)
+    constants = layer_constants(query, key_cache, value_cache, window, softcap, target)
     launches = _FP32_LAUNCHES if key_cache.dtype == torch.float32 else _LAUNCHES
-    config = pick(launches[target_of(query.device)], key_dim * key_cache.itemsize, "bytes of a key head")
+    config = pick(launches[target], key_dim * key_cache.itemsize, "bytes of a key head")
     heads = min(constants["GROUP"], config.rows)
     tokens = config.rows // heads
     num_blocks = num_tokens // tokens + len(rows)
@@ -270,7 +273,7 @@ def varlen_attention(
     out = value_cache.new_zeros(num_tokens, num_heads, value_cache.shape[3])
     launch(
         _prefill,
-        (num_blocks * constants["KV_HEADS"] * triton.cdiv(constants["GROUP"], heads),),
+        (num_blocks * constants["KV_HEADS"] * ceil_div(constants["GROUP"], heads),),
         query,
         key_cache,
         value_cache,
