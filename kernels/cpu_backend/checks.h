@@ -39,18 +39,19 @@ struct List {
   ~List() { free(items); }
 };
 
-// That a program accessed a cell, when so many synchronisations had happened.
+// That a program made an access, when so many synchronisations had happened.
 struct Touch {
-  int32_t program, access;  // access 0: nobody
+  int32_t program, access;
   uint32_t time;
 };
 
-// What is known of one unit of memory, the smallest that the kernel accesses.
+// What is known of one unit of memory, the smallest that the kernel accesses. Touches are numbered from 1.
 struct Cell {
-  Touch write, read[2];   // the last write, the last read, and the last read by another program than that
-  uint32_t event;         // the last synchronisation through it
-  bool is_atomic;         // whether the last write was atomic
-  bool has_changed;       // whether any write changed its bits
+  uint32_t write : 30;       // the last write
+  uint32_t is_atomic : 1;    // whether it was atomic
+  uint32_t has_changed : 1;  // whether any write changed the bits in memory
+  uint32_t read[2];          // the last read, and the last read by another program than that
+  uint32_t event;            // the last synchronisation through it
 };
 
 // An atomic operation that orders what programs do: it comes after two earlier ones (0: none).
@@ -61,11 +62,15 @@ struct Event {
 
 class Check {
  public:
-  Check(const Access* accesses, const int32_t* bases, const int64_t* bounds, const int32_t* grid, int grain,
+  template <size_t N>
+  Check(const Access (&accesses)[N], const int32_t* bases, const int64_t* bounds, const int32_t* grid, int grain,
         Failure* failure)
       : accesses_(accesses), bases_(bases), bounds_(bounds), grid_(grid), grain_(grain), failure_(failure) {
     events_.add({-1, {0, 0}});
     marks_.add(0);
+    touches_.add({-1, 0, 0});
+    mask_ = grain == 3 ? ~0ull : (1ull << (8 << grain)) - 1;
+    for (size_t i = 0; i <= N; i++) newest_.add(0);
   }
   ~Check() {
     for (size_t i = 0; i < room_; i++) free(pages_[i]);
@@ -97,31 +102,36 @@ class Check {
  private:
   static constexpr int kCells = 64;
   struct Page {
-    int64_t number;
+    uint64_t number;
     Cell cells[kCells];
   };
 
   __attribute__((noinline)) void note_load(int64_t address, int size, int32_t access) {
     within(address, size, access);
     const Access& a = accesses_[access - 1];
+    const uint32_t touch = now(access);
     for (int at = 0; at < size && !a.is_volatile; at += 1 << grain_) {
       Cell& cell = cell_at(address + at);
       if (cell.has_changed && conflicts(cell.write)) race(cell.write, address, size, access, 0);
-      note_read(cell, access);
+      if (cell.read[0] == touch) continue;
+      if (cell.read[0] && touches_.items[cell.read[0]].program != program_) cell.read[1] = cell.read[0];
+      cell.read[0] = touch;
     }
     unpoisoned(address, size, access);
   }
 
   __attribute__((noinline)) void note_store(int64_t address, int size, uint64_t bits, int32_t access) {
     within(address, size, access);
+    const uint64_t changed = bits_at(address, size) ^ bits;
+    const uint32_t touch = now(access);
     for (int at = 0; at < size; at += 1 << grain_) {
       Cell& cell = cell_at(address + at);
-      const bool differs = memcmp((const char*)address + at, (const char*)&bits + at, (size_t)1 << grain_) != 0;
+      const bool differs = changed >> 8 * at & mask_;
       if ((differs || cell.is_atomic) && conflicts(cell.write)) race(cell.write, address, size, access, bits);
-      for (const Touch& read : cell.read)
+      for (const uint32_t read : cell.read)
         if (differs && conflicts(read)) race(read, address, size, access, bits);
-      cell.write = now(access);
-      cell.is_atomic = false;
+      cell.write = touch;
+      cell.is_atomic = 0;
       cell.has_changed |= differs;
     }
   }
@@ -130,13 +140,14 @@ class Check {
     within(address, size, access);
     unpoisoned(address, size, access);
     synchronise(cell_at(address), accesses_[access - 1].order);
+    const uint32_t touch = now(access);
     for (int at = 0; at < size; at += 1 << grain_) {
       Cell& cell = cell_at(address + at);
       if (!cell.is_atomic && conflicts(cell.write)) race(cell.write, address, size, access, 0);
-      for (const Touch& read : cell.read)
+      for (const uint32_t read : cell.read)
         if (conflicts(read)) race(read, address, size, access, 0);
-      cell.write = now(access);
-      cell.is_atomic = cell.has_changed = true;
+      cell.write = touch;
+      cell.is_atomic = cell.has_changed = 1;
     }
   }
 
@@ -150,25 +161,28 @@ class Check {
       const int64_t* bounds = bounds_ + 2 * bases_[a.first + i];
       good |= address >= bounds[0] && address + size <= bounds[1];
     }
-    if (!good) fail(kOutside, {0, 0, 0}, address, size, access, 0, 0);
+    if (!good) fail(kOutside, 0, address, size, access, 0, 0);
   }
 
   void unpoisoned(int64_t address, int size, int32_t access) {
     const uint64_t poison = accesses_[access - 1].poison;
-    if (poison && bits_at(address, size) == poison) fail(kPoison, {0, 0, 0}, address, size, access, poison, 0);
+    if (poison && bits_at(address, size) == poison) fail(kPoison, 0, address, size, access, poison, 0);
   }
 
   // Races
 
-  Touch now(int32_t access) const { return {program_, access, (uint32_t)(events_.size - 1)}; }
-
-  void note_read(Cell& cell, int32_t access) {
-    if (cell.read[0].access && cell.read[0].program != program_) cell.read[1] = cell.read[0];
-    cell.read[0] = now(access);
+  uint32_t now(int32_t access) {
+    uint32_t& newest = newest_.items[access];
+    const Touch& touch = touches_.items[newest];
+    const uint32_t time = (uint32_t)(events_.size - 1);
+    if (touch.program == program_ && touch.time == time) return newest;
+    touches_.add({program_, access, time});
+    return newest = (uint32_t)(touches_.size - 1);
   }
 
-  bool conflicts(const Touch& touch) {
-    return touch.access && touch.program != program_ && !(latest_ && is_before(touch));
+  bool conflicts(uint32_t number) {
+    const Touch& touch = touches_.items[number];
+    return number && touch.program != program_ && !(latest_ && is_before(touch));
   }
 
   // Whether a chain of atomic operations leads from another program, after what it did, to what happens now.
@@ -207,13 +221,13 @@ class Check {
   // The table of cells: pages, found by open addressing
 
   Cell& cell_at(int64_t address) {
-    const int64_t number = address >> grain_, page = number / kCells;
+    const uint64_t number = (uint64_t)address >> grain_, page = number / kCells;
     Page*& recent = recent_[page % kRecent];
     if (!recent || recent->number != page) recent = page_of(page);
     return recent->cells[number % kCells];
   }
 
-  Page* page_of(int64_t number) {
+  Page* page_of(uint64_t number) {
     if (2 * used_ >= room_) grow();
     Page*& slot = slot_of(number);
     if (!slot) {
@@ -224,8 +238,8 @@ class Check {
     return slot;
   }
 
-  Page*& slot_of(int64_t number) {
-    size_t at = (size_t)(((uint64_t)number * 0x9E3779B97F4A7C15ull) >> 20) & (room_ - 1);
+  Page*& slot_of(uint64_t number) {
+    size_t at = (size_t)((number * 0x9E3779B97F4A7C15ull) >> 20) & (room_ - 1);
     while (pages_[at] && pages_[at]->number != number) at = (at + 1) & (room_ - 1);
     return pages_[at];
   }
@@ -243,18 +257,26 @@ class Check {
   // Failures
 
   static uint64_t bits_at(int64_t address, int size) {
-    uint64_t bits = 0;
-    memcpy(&bits, (const void*)address, (size_t)size);
-    return bits;
+    switch (size) {
+      case 1:
+        return *(const uint8_t*)address;
+      case 2:
+        return *(const uint16_t*)address;
+      case 4:
+        return *(const uint32_t*)address;
+      default:
+        return *(const uint64_t*)address;
+    }
   }
 
-  void race(const Touch& other, int64_t address, int size, int32_t access, uint64_t after) {
+  void race(uint32_t other, int64_t address, int size, int32_t access, uint64_t after) {
     fail(kRace, other, address, size, access, bits_at(address, size), after);
   }
 
-  [[noreturn]] __attribute__((noinline, cold)) void fail(Reason reason, const Touch& other, int64_t address, int size,
+  [[noreturn]] __attribute__((noinline, cold)) void fail(Reason reason, uint32_t other, int64_t address, int size,
                                                          int32_t access, uint64_t before, uint64_t after) {
-    *failure_ = {reason, access, other.access, size, program_, other.program, address, before, after};
+    const Touch& touch = touches_.items[other];
+    *failure_ = {reason, access, touch.access, size, program_, touch.program, address, before, after};
     throw Stop{};
   }
 
@@ -263,11 +285,14 @@ class Check {
   const int32_t* bases_;
   const int64_t* bounds_;
   const int32_t* grid_;
-  int grain_;
+  int grain_;      // 2 to this power are the bytes of a cell
+  uint64_t mask_;  // as many bits
   Failure* failure_;
   int32_t program_ = 0;
   uint32_t latest_ = 0, search_ = 0, asked_from_ = 0;
   Touch asked_ = {-1, 0, 0};
+  List<Touch> touches_;
+  List<uint32_t> newest_;  // of each access
   bool answer_ = false;
   List<Event> events_;
   List<uint32_t> marks_, waiting_;
