@@ -21,7 +21,7 @@ BACKEND = "cpu"
 
 
 def is_checking() -> bool:
-    """Whether kernels are compiled to check every memory access (`CBTRITON_CPU_CHECK=1`)."""
+    """Whether kernels are compiled in checking mode (`CBTRITON_CPU_CHECK=1`); see `checking`."""
     return os.environ.get("CBTRITON_CPU_CHECK", "0") not in ("", "0")
 
 
@@ -155,6 +155,6 @@ class CPUBackend(BaseBackend):
         metadata["name"] = functions[0].name
         metadata["shared"] = 0
         metadata["arguments"] = list(source.arguments)
-        metadata["accesses"] = list(source.accesses)
+        metadata["accesses"] = [(a.kind, a.loc, a.arguments, a.elem) for a in source.accesses]
         metadata["cpp_sha256"] = hashlib.sha256(source.text.encode()).hexdigest()
         return source.text

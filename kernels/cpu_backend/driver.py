@@ -10,7 +10,7 @@ import struct
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -21,22 +21,13 @@ from triton.backends.driver import DriverBase
 from triton.runtime.cache import get_cache_manager
 
 from cbtriton.kernels.cpu_backend import toolchain
+from cbtriton.kernels.cpu_backend.checking import Checked
 from cbtriton.kernels.cpu_backend.compiler import BACKEND
-from cbtriton.kernels.cpu_backend.errors import CPUBackendError, OutOfBoundsError
+from cbtriton.kernels.cpu_backend.errors import CPUBackendError
 from cbtriton.kernels.cpu_backend.ir import FLOATS
 
 _LIMIT = 2**31 - 1
 _loading = threading.local()
-
-
-class Failure(ctypes.Structure):
-    """The first access outside of its storage; see `runtime.h`."""
-
-    _fields_ = [
-        ("access", ctypes.c_int32),
-        ("program", ctypes.c_int32 * 3),
-        ("offset", ctypes.c_int64),
-    ]
 
 
 class CPUUtils:
@@ -95,8 +86,6 @@ class CPULauncher:
     def __init__(self, src: Any, metadata: Any) -> None:
         _loading.metadata = metadata
         self._name = metadata.name
-        self._accesses = metadata.accesses
-        self._check = metadata.check
         self._path = _argument_paths(src.signature.values())
         kinds = metadata.arguments
         if len(self._path) != len(kinds):
@@ -106,6 +95,9 @@ class CPULauncher:
         self._pointers = [i for i, kind in enumerate(kinds) if kind == "ptr"]
         self._unsigned = [i for i, type_ in enumerate(_argument_types(src.signature.values())) if type_ == "u64"]
         self._pack = struct.Struct("".join("d" if kind in FLOATS else "q" for kind in kinds)).pack
+        names = _argument_names(src.signature)
+        pointers = tuple(names[i] for i in self._pointers)
+        self._checked = Checked(self._name, pointers, metadata.accesses) if metadata.check else None
         self._pack_grid = struct.Struct("3i").pack
         self._threads = _thread_count()
 
@@ -126,7 +118,7 @@ class CPULauncher:
         if grid_x * grid_y * grid_z <= 0:
             return
         values = [args[i] for i in self._positions] if self._is_flat else [_at(args, path) for path in self._path]
-        tensors = [values[i] for i in self._pointers] if self._check else []
+        tensors = [values[i] for i in self._pointers] if self._checked else []
         for i in self._pointers:
             value = values[i]
             values[i] = value.data_ptr() if hasattr(value, "data_ptr") else int(value or 0)
@@ -135,33 +127,12 @@ class CPULauncher:
         packed = self._pack(*values)
         if enter_hook is not None:
             enter_hook(launch_metadata)
-        grid = self._pack_grid(grid_x, grid_y, grid_z)
-        if self._check:
-            self._run_checked(function, packed, grid, tensors)
+        if self._checked:
+            self._checked.run(function, packed, (grid_x, grid_y, grid_z), tensors)
         else:
-            function(packed, grid, self._threads(), None)
+            function(packed, self._pack_grid(grid_x, grid_y, grid_z), self._threads(), None)
         if exit_hook is not None:
             exit_hook(launch_metadata)
-
-    def _run_checked(self, function: Any, packed: bytes, grid: bytes, tensors: Sequence[Any]) -> None:
-        bounds = [bound for tensor in tensors for bound in _bounds(tensor)]
-        failure = Failure()
-        # One program after the other, so that the first failure is always the same.
-        function(packed + struct.pack(f"{len(bounds)}q", *bounds), grid, 1, ctypes.byref(failure))
-        if failure.access:
-            raise OutOfBoundsError(
-                f"kernel {self._name!r}, program {tuple(failure.program)}: an access at "
-                f"{self._accesses[failure.access - 1]} is {failure.offset:+d} bytes away from the storage of its "
-                "pointer argument"
-            )
-
-
-def _bounds(tensor: Any) -> tuple[int, int]:
-    """First and last address of a tensor's storage; everything for what is no tensor."""
-    if not hasattr(tensor, "untyped_storage"):
-        return 0, 2**63 - 1
-    storage = tensor.untyped_storage()
-    return storage.data_ptr(), storage.data_ptr() + storage.nbytes()
 
 
 def _argument_paths(signature: Sequence[Any], prefix: tuple[int, ...] = ()) -> list[tuple[int, ...]]:
@@ -177,6 +148,13 @@ def _argument_paths(signature: Sequence[Any], prefix: tuple[int, ...] = ()) -> l
 
 def _argument_types(signature: Sequence[Any]) -> list[str]:
     return [_at(list(signature), path) for path in _argument_paths(list(signature))]
+
+
+def _argument_names(signature: Mapping[Any, Any]) -> list[str]:
+    """Names of the arguments of the compiled function; those inside of tuples have their positions in brackets."""
+    names = list(signature)
+    paths = _argument_paths(list(signature.values()))
+    return [str(names[first]) + "".join(f"[{i}]" for i in rest) for first, *rest in paths]
 
 
 def _at(args: Sequence[Any], path: tuple[int, ...]) -> Any:

@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from cbtriton.kernels.cpu_backend.errors import UnsupportedError
+from cbtriton.kernels.cpu_backend.instrument import Access, Instrument
 from cbtriton.kernels.cpu_backend.ir import FLOATS, INT_BITS, Block, Function, Op, Type, Value, index_uses
 from cbtriton.kernels.cpu_backend.nest import (
     STRIP,
@@ -90,12 +91,12 @@ class Source:
     Attributes:
         text: The whole file.
         arguments: Types of the kernel's arguments, as `launch` takes them.
-        accesses: In checking mode, source positions by the numbers that failures are reported with.
+        accesses: In checking mode, the accesses by the numbers, from 1, that failures are reported with.
     """
 
     text: str
     arguments: tuple[str, ...]
-    accesses: tuple[str, ...]
+    accesses: tuple[Access, ...]
 
 
 def emit(function: Function, check: bool = False) -> Source:
@@ -103,7 +104,7 @@ def emit(function: Function, check: bool = False) -> Source:
 
     Args:
         function: The kernel as parsed; it is rewritten.
-        check: Whether every access is checked against the storage of its pointer argument.
+        check: Whether every access is checked; see `checking`.
 
     Raises:
         UnsupportedError: The kernel uses an operation that is not known.
@@ -116,15 +117,13 @@ def emit(function: Function, check: bool = False) -> Source:
 class _Emitter:
     def __init__(self, function: Function, check: bool) -> None:
         self._function = function
-        pointers = [arg for arg in function.args if arg.type.elem == "ptr"]
         self._context = Context(
             plan=make_plan(function, may_stream=not check),
             scalars={},
             arrays={},
             names=Names(),
             kernel=function.name,
-            arguments={arg: i for i, arg in enumerate(pointers)},
-            accesses=[] if check else None,
+            instrument=Instrument(function) if check else None,
         )
         self._plan = self._context.plan
         self._lines: list[str] = []
@@ -154,17 +153,17 @@ class _Emitter:
             self._block(self._function.body.entry)
         else:
             self._branching()
-        check = self._context.accesses is not None
-        scratch = f"thread_local Scratch<{self._scratch}> scratch;" if self._on_heap else ""
-        body = "\n".join(self._lines)
+        instrument = self._context.instrument
         text = _FILE.format(
             name=self._function.name,
-            body=body,
-            scratch=scratch,
-            enter="enter(failure, pid0, pid1, pid2);" if check else "",
-            bounds="args + " + str(len(arguments)) if check else "nullptr",
+            body="\n".join(self._lines),
+            scratch=f"thread_local Scratch<{self._scratch}> scratch;" if self._on_heap else "",
+            definitions=instrument.definitions() if instrument else "",
+            begin=_BEGIN_CHECK.format(count=len(arguments)) if instrument else "",
+            enter="check.enter(pid0, pid1, pid2);" if instrument else "",
+            end="} catch (const Stop&) {}" if instrument else "",
         )
-        return Source(text, tuple(arguments), tuple(self._context.accesses or ()))
+        return Source(text, tuple(arguments), instrument.accesses if instrument else ())
 
     def _branching(self) -> None:
         start = len(self._lines)
@@ -382,7 +381,7 @@ class _Emitter:
             conditions = []
             if len(op.operands) > mask_position:
                 conditions.append(nest.value(op.operands[mask_position], index).code)
-            if guard := self._context.guard(op, f"&{nest.address(op.operands[0], index).code}"):
+            if guard := self._context.guard(op, nest.address(op.operands[0], index).code):
                 conditions.append(guard)
             update = access(nest, index)
             target = f"{name}[{linear_index(index, result.type.shape).code}]" if result.type.is_block else name
@@ -812,13 +811,13 @@ def _atomic(update: str, place: str, value: str, kind: Type) -> str:
 
 
 _FILE = """#include "runtime.h"
+{definitions}
 
 static double cost = -1;
 
 extern "C" __attribute__((visibility("default"))) void launch(const int64_t* args, const int32_t* n, int32_t threads,
                                                               Failure* failure) {{
-  const int64_t* bounds = {bounds};
-  (void)bounds;
+  {begin}
   run_grid(n, threads, &cost, [&](const Grid& grid, int32_t pid0, int32_t pid1, int32_t pid2) {{
     (void)grid, (void)pid0, (void)pid1, (void)pid2, (void)failure;
     {enter}
@@ -826,5 +825,7 @@ extern "C" __attribute__((visibility("default"))) void launch(const int64_t* arg
 // {name}
 {body}
   }});
+  {end}
 }}
 """
+_BEGIN_CHECK = "Check check(accesses, bases, args + {count}, n, kGrain, failure); try {{"

@@ -25,5 +25,17 @@ class UnsupportedError(CPUBackendError):
         )
 
 
-class OutOfBoundsError(CPUBackendError):
-    """A kernel in checking mode touched memory outside the storage of its pointer argument."""
+class CheckError(CPUBackendError):
+    """A kernel in checking mode did what it must not; see `checking`."""
+
+
+class OutOfBoundsError(CheckError):
+    """A kernel in checking mode accessed memory outside of the storage of its pointer argument."""
+
+
+class RaceError(CheckError):
+    """Two programs of a launch in checking mode accessed the same memory in no given order."""
+
+
+class PoisonedReadError(CheckError):
+    """A kernel in checking mode used memory that was poisoned and not written since."""

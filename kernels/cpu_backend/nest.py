@@ -24,9 +24,10 @@ from math import prod
 
 from cbtriton.kernels.cpu_backend.analysis import AFFINE, stride
 from cbtriton.kernels.cpu_backend.errors import UnsupportedError
+from cbtriton.kernels.cpu_backend.instrument import Instrument
 from cbtriton.kernels.cpu_backend.ir import Op, Region, Type, Value
 from cbtriton.kernels.cpu_backend.ops import ELEMENT_WISE, MEMORY, literal, register_type
-from cbtriton.kernels.cpu_backend.passes import Plan, base_argument, is_unit_reshape
+from cbtriton.kernels.cpu_backend.passes import Plan, is_unit_reshape
 
 # Elements per strip, and accumulators of a reduction.
 STRIP = 32
@@ -96,8 +97,7 @@ class Context:
         arrays: C++ names of the arrays so far.
         names: Source of new names.
         kernel: The kernel's name, for messages.
-        arguments: Numbers of the pointer arguments, in checking mode.
-        accesses: Source positions of memory accesses, in checking mode; None otherwise.
+        instrument: Checks accesses, in checking mode.
     """
 
     plan: Plan
@@ -105,17 +105,11 @@ class Context:
     arrays: dict[Value, str]
     names: Names
     kernel: str
-    arguments: dict[Value, int]
-    accesses: list[str] | None = None
+    instrument: Instrument | None = None
 
-    def guard(self, op: Op, address: str) -> str:
-        """In checking mode, the condition under which an access is within its argument's storage."""
-        base = base_argument(op.operands[0])
-        if self.accesses is None or base is None:
-            return ""
-        if op.loc not in self.accesses:
-            self.accesses.append(op.loc)
-        return f"within({address}, bounds + {2 * self.arguments[base]}, {self.accesses.index(op.loc) + 1}, failure)"
+    def guard(self, op: Op, place: str, value: str = "") -> str:
+        """In checking mode, what is evaluated before an access, and is true; see `Instrument.condition`."""
+        return self.instrument.condition(op, place, value) if self.instrument else ""
 
 
 def read_memory(place: str, type_: Type, raw: bool = False) -> str:
@@ -312,7 +306,7 @@ class Nest:
         self._lines[-1] += [f"if ({every}) {{", hint, lanes, *fast, "} }", rest, lanes, *slow, "} }"]
 
     def _may_speed_up(self, masks: list[tuple], size: int) -> bool:
-        return bool(masks) and size >= 8 and self._context.accesses is None
+        return bool(masks) and size >= 8 and self._context.instrument is None
 
     def _take_masks(self) -> list[tuple]:
         masks, self._masks = self._masks, []
@@ -483,7 +477,7 @@ class Nest:
             level = self.level
         other = self.value(op.operands[2], index) if len(op.operands) > 2 else Expr(literal(0, kind))
         conditions = [mask.code] if mask else []
-        if guard := self._context.guard(op, f"&{place.code}"):
+        if guard := self._context.guard(op, place.code):
             conditions.append(guard)
             level = self.level
         if conditions:
@@ -511,7 +505,7 @@ class Nest:
         mask = self._mask(op, 2, index)
         value = self.stored(op.operands[1], index)
         conditions = [mask.code] if mask else []
-        if guard := self._context.guard(op, f"&{place.code}"):
+        if guard := self._context.guard(op, place.code, value):
             conditions.append(guard)
         condition = f"if ({' && '.join(conditions)}) " if conditions else ""
         self.line(f"{condition}{place.code} = {value};")

@@ -389,12 +389,3 @@ def _go_along(source: Value, target: Value) -> bool:
     if bases[0] is bases[1]:
         return True
     return all(base.op is None for base in bases)
-
-
-def base_argument(pointer: Value) -> Value | None:
-    """The kernel argument that a pointer, or a block of them, was made from; None where it cannot be told."""
-    while pointer.op is not None:
-        if pointer.op.name not in ("tt.addptr", *VIEWS):
-            return None
-        pointer = pointer.op.operands[0]
-    return pointer if pointer.block is not None and pointer.block.parent.parent is not None else None

@@ -559,35 +559,8 @@ struct Grid {
   int32_t n[3];
 };
 
-// ---- Checking mode.
-
-// The first access outside of its storage: which one (0: none), in which program, how many bytes outside.
-struct Failure {
-  int32_t access;
-  int32_t program[3];
-  int64_t offset;
-};
-
-// Notes which program runs, until one fails.
-CPU_INLINE void enter(Failure* failure, int32_t x, int32_t y, int32_t z) {
-  if (failure && !failure->access) {
-    failure->program[0] = x;
-    failure->program[1] = y;
-    failure->program[2] = z;
-  }
-}
-
-// Whether an element lies between two addresses. The first that does not is noted; it is neither read nor written.
-template <class T>
-CPU_INLINE bool within(const T* p, const int64_t* bounds, int32_t access, Failure* failure) {
-  const int64_t begin = (int64_t)p, end = begin + (int64_t)sizeof(T);
-  if (begin >= bounds[0] && end <= bounds[1]) return true;
-  if (!failure->access) {
-    failure->access = access;
-    failure->offset = begin < bounds[0] ? begin - bounds[0] : begin - bounds[1];
-  }
-  return false;
-}
+// What checking mode reports; see `checks.h`.
+struct Failure;
 
 // Memory of a thread for blocks that are too large for its stack.
 template <size_t N>

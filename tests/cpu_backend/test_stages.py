@@ -14,6 +14,7 @@ from cbtriton.kernels.cpu_backend import toolchain
 from cbtriton.kernels.cpu_backend.analysis import AFFINE, divides, is_positive, stride
 from cbtriton.kernels.cpu_backend.emit import emit
 from cbtriton.kernels.cpu_backend.errors import UnsupportedError
+from cbtriton.kernels.cpu_backend.instrument import Access, is_only_copied, possible_bases
 from cbtriton.kernels.cpu_backend.ir import Type, index_uses
 from cbtriton.kernels.cpu_backend.mlir import MLIRSyntaxError, parse_module
 from cbtriton.kernels.cpu_backend.passes import make_plan, simplify
@@ -185,6 +186,130 @@ def test_unknown_operations_are_named_with_their_place():
     )
     with pytest.raises(UnsupportedError, match=r"tt.magic in kernel 'kernel' at kernel.py:7.*TRITON_INTERPRET=1"):
         emit(function)
+
+
+POINTER = "!tt.ptr<f32>"
+POINTERS = f"%x: {POINTER}, %y: {POINTER}, %z: {POINTER}, %n: i32, %c: i1"
+
+
+def bases_of_loads(body):
+    function = parse(body, POINTERS)
+    index_uses(function)
+    bases = possible_bases(function)
+    return [bases.get(op.operands[0], frozenset()) for op in function.walk() if op.name == "tt.load"]
+
+
+def test_bases_of_pointers_through_sums_views_and_selects():
+    block = "tensor<64x!tt.ptr<f32>>"
+    loads = bases_of_loads(
+        RANGE
+        + f"""
+    %xs = "tt.splat"(%x) : ({POINTER}) -> {block}
+    %p = "tt.addptr"(%xs, %r) : ({block}, tensor<64xi32>) -> {block}
+    %v0 = "tt.load"(%p) : ({block}) -> tensor<64xf32>
+    %yz = "arith.select"(%c, %y, %z) : (i1, {POINTER}, {POINTER}) -> {POINTER}
+    %v1 = "tt.load"(%yz) : ({POINTER}) -> f32
+    %address = "arith.extsi"(%n) : (i32) -> i64
+    %made = "tt.int_to_ptr"(%address) : (i64) -> {POINTER}
+    %v2 = "tt.load"(%made) : ({POINTER}) -> f32
+    %mixed = "arith.select"(%c, %x, %made) : (i1, {POINTER}, {POINTER}) -> {POINTER}
+    %v3 = "tt.load"(%mixed) : ({POINTER}) -> f32
+    """
+    )
+    assert loads == [{0}, {1, 2}, {None}, {0, None}]
+
+
+def test_bases_of_pointers_that_loops_and_branches_carry():
+    loads = bases_of_loads(
+        f"""
+    %zero = "arith.constant"() <{{value = 0 : i32}}> : () -> i32
+    %one = "arith.constant"() <{{value = 1 : i32}}> : () -> i32
+    %ends:2 = "scf.for"(%zero, %n, %one, %x, %y) ({{
+    ^bb0(%i: i32, %p: {POINTER}, %q: {POINTER}):
+      %v0 = "tt.load"(%p) : ({POINTER}) -> f32
+      %next = "tt.addptr"(%q, %one) : ({POINTER}, i32) -> {POINTER}
+      "scf.yield"(%next, %next) : ({POINTER}, {POINTER}) -> ()
+    }}) : (i32, i32, i32, {POINTER}, {POINTER}) -> ({POINTER}, {POINTER})
+    %v1 = "tt.load"(%ends#1) : ({POINTER}) -> f32
+    %last = "scf.while"(%x) ({{
+    ^bb0(%w: {POINTER}):
+      %v2 = "tt.load"(%w) : ({POINTER}) -> f32
+      "scf.condition"(%c, %w) : (i1, {POINTER}) -> ()
+    }}, {{
+    ^bb0(%u: {POINTER}):
+      %v3 = "tt.load"(%u) : ({POINTER}) -> f32
+      "scf.yield"(%z) : ({POINTER}) -> ()
+    }}) : ({POINTER}) -> {POINTER}
+    %v4 = "tt.load"(%last) : ({POINTER}) -> f32
+    %either = "scf.if"(%c) ({{
+      "scf.yield"(%z) : ({POINTER}) -> ()
+    }}, {{
+      "scf.yield"(%y) : ({POINTER}) -> ()
+    }}) : (i1) -> {POINTER}
+    %v5 = "tt.load"(%either) : ({POINTER}) -> f32
+    """
+    )
+    assert loads == [{0, 1}, {1}, {0, 2}, {0, 2}, {0, 2}, {1, 2}]
+
+
+def test_bases_of_pointers_across_blocks():
+    loads = bases_of_loads(
+        f"""
+    "cf.cond_br"(%c, %n, %x, %y)[^bb1, ^bb2] <{{operandSegmentSizes = array<i32: 1, 2, 1>}}> : (i1, i32, {POINTER}, {POINTER}) -> ()
+  ^bb1(%m: i32, %p: {POINTER}):
+    %v0 = "tt.load"(%p) : ({POINTER}) -> f32
+    "cf.br"(%z)[^bb2] : ({POINTER}) -> ()
+  ^bb2(%q: {POINTER}):
+    %v1 = "tt.load"(%q) : ({POINTER}) -> f32
+    """  # noqa: E501
+    )
+    assert loads == [{0}, {1, 2}]
+
+
+@pytest.mark.parametrize(
+    ("uses", "expected"),
+    [
+        ('"tt.store"(%p, %v) : (BLOCK, tensor<64xf32>) -> ()', True),
+        ('"tt.store"(%p, %v) : (BLOCK, tensor<64xf32>) -> ()\n%w = "math.exp"(%v) : (F) -> F', False),
+        ('%m = "tt.reshape"(%v) : (F) -> tensor<8x8xf32>\n"tt.store"(%p, %m) : (BLOCK, tensor<8x8xf32>) -> ()', True),
+        ('%m = "tt.reshape"(%v) : (F) -> tensor<8x8xf32>\n%w = "math.exp"(%m) : (M) -> tensor<8x8xf32>', False),
+        ('%s = "arith.select"(%c, %v, %v) : (i1, F, F) -> F\n"tt.store"(%p, %s) : (BLOCK, F) -> ()', True),
+        ('%s = "arith.select"(%c, %v, %v) : (i1, F, F) -> F\n%t = "arith.addf"(%s, %s) : (F, F) -> F', False),
+    ],
+)
+def test_values_that_are_only_copied(uses, expected):
+    body = """
+    %s0 = "tt.splat"(%x) : (!tt.ptr<f32>) -> BLOCK
+    %p = "tt.addptr"(%s0, %r) : (BLOCK, tensor<64xi32>) -> BLOCK
+    %v = "tt.load"(%p) : (BLOCK) -> F
+    """
+    text = (RANGE + body + uses).replace("BLOCK", "tensor<64x!tt.ptr<f32>>")
+    function = parse(text.replace("M)", "tensor<8x8xf32>)").replace("F", "tensor<64xf32>"), POINTERS)
+    index_uses(function)
+    assert is_only_copied(by_name(function, "tt.load").result) is expected
+
+
+def test_accesses_are_listed_and_checked_in_checking_mode_only():
+    body = (
+        RANGE
+        + """
+    %s = "tt.splat"(%x) : (!tt.ptr<f32>) -> tensor<64x!tt.ptr<f32>>
+    %p = "tt.addptr"(%s, %r) : (tensor<64x!tt.ptr<f32>>, tensor<64xi32>) -> tensor<64x!tt.ptr<f32>>
+    %v = "tt.load"(%p) : (tensor<64x!tt.ptr<f32>>) -> tensor<64xf32> loc(#loc2)
+    %w = "arith.addf"(%v, %v) : (tensor<64xf32>, tensor<64xf32>) -> tensor<64xf32>
+    "tt.store"(%p, %w) : (tensor<64x!tt.ptr<f32>>, tensor<64xf32>) -> ()
+    """
+    )
+    checked = emit(parse(body), check=True)
+    assert checked.accesses == (
+        Access("load", "kernel.py:7", (0,), "f32", poison=0x7FE9A5A5),
+        Access("store", "", (0,), "f32"),
+    )
+    assert "check.load(" in checked.text
+    assert "check.store(" in checked.text
+    plain = emit(parse(body))
+    assert plain.accesses == ()
+    assert "check" not in plain.text
 
 
 @pytest.mark.skipif(not shutil.which("g++"), reason="needs g++")

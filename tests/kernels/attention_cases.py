@@ -1,4 +1,4 @@
-"""Steps that both attention slots are tested on, over a pool whose unused slots hold NaN."""
+"""Steps that both attention slots are tested on, over a pool whose unused slots are poisoned: they hold NaN."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+
+from cbtriton.kernels.cpu_backend.checking import poison_
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,9 +91,9 @@ class Step:
 
 
 def make_step(shape: Shape, dtype: torch.dtype, entries: list[tuple[int, int]], num_padding: int = 0) -> Step:
-    """A step of `(context_len, query_len)` entries with scattered blocks; every slot outside the contexts is NaN.
+    """A step of `(context_len, query_len)` entries with scattered blocks; slots outside of contexts are poison, NaN.
 
-    With a window, slots that no query of the step sees are NaN too: their blocks may have been given back.
+    With a window, slots that no query of the step sees are poison too: their blocks may have been given back.
     """
     generator = torch.Generator().manual_seed(len(entries) + shape.page_size)
 
@@ -104,8 +106,9 @@ def make_step(shape: Shape, dtype: torch.dtype, entries: list[tuple[int, int]], 
     # Block 0 belongs to nobody, as after its owner has left.
     blocks = torch.randperm(num_blocks - 1, generator=generator)[: len(entries) * max_blocks] + 1
     rows = torch.randperm(len(entries), generator=generator)
-    key_cache = torch.full((num_blocks, shape.page_size, shape.num_kv_heads, shape.key_dim), torch.nan, dtype=dtype)
-    value_cache = torch.full((*key_cache.shape[:3], shape.value_dim), torch.nan, dtype=dtype)
+    slots = num_blocks, shape.page_size, shape.num_kv_heads
+    key_cache = poison_(torch.empty(*slots, shape.key_dim, dtype=dtype))
+    value_cache = poison_(torch.empty(*slots, shape.value_dim, dtype=dtype))
     tables = torch.zeros(len(entries), max_blocks, dtype=torch.int32)
     for i, (row, (context, _)) in enumerate(zip(rows.tolist(), entries, strict=True)):
         used = -(-lengths[i] // shape.page_size)

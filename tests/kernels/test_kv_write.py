@@ -5,14 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 
+from cbtriton.kernels.cpu_backend.checking import poison_
+
 SLOT = "kv_write"
 
 
 def _caches(num_blocks: int, page_size: int, heads: int, key_dim: int, value_dim: int, dtype: torch.dtype) -> tuple:
     shape = (num_blocks, page_size, heads)
     return (
-        torch.full((*shape, key_dim), torch.nan, dtype=dtype),
-        torch.full((*shape, value_dim), torch.nan, dtype=dtype),
+        poison_(torch.empty(*shape, key_dim, dtype=dtype)),
+        poison_(torch.empty(*shape, value_dim, dtype=dtype)),
     )
 
 

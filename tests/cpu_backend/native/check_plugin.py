@@ -1,4 +1,4 @@
-"""The backend in Triton: cache, errors, hooks, autotuning, checking mode, threads."""
+"""The backend in Triton: cache, errors, hooks, autotuning, threads."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import triton.language as tl
 from triton import knobs
 
 from cbtriton.kernels.cpu_backend.driver import CPUDriver
-from cbtriton.kernels.cpu_backend.errors import OutOfBoundsError, UnsupportedError
+from cbtriton.kernels.cpu_backend.errors import UnsupportedError
 
 
 @pytest.fixture(autouse=True)
@@ -97,16 +97,6 @@ def test_the_driver_is_inactive_in_the_interpreter(monkeypatch):
     assert CPUDriver.is_active()
     monkeypatch.setattr(knobs.runtime, "interpret", True)
     assert not CPUDriver.is_active()
-
-
-def test_checking_mode_reports_accesses_outside_of_the_storage(monkeypatch):
-    monkeypatch.setenv("CBTRITON_CPU_CHECK", "1")
-    kernel = make_scale()
-    run_scale(kernel)
-    x, out = torch.zeros(300), torch.full((200,), -1.0)
-    with pytest.raises(OutOfBoundsError, match=r"'scale', program \(1, 0, 0\).*check_plugin.py:\d+.*\+0 bytes"):
-        kernel[(3,)](out, x, 300, 3.0, BLOCK=128)
-    assert (out == 0).all()
 
 
 def test_the_compiler_can_be_chosen():
