@@ -2,9 +2,11 @@
 
     python experiments/benchmark.py --dtypes bf16 fp32 --repeats 3
     python experiments/benchmark.py --quick
+    python experiments/benchmark.py --engines cbtriton-reference cbtriton
 
 Every measurement runs in a process of its own, so that its resident memory is its own and no engine warms up another.
 Engines take turns within a repeat, so that a slow minute of the machine hits both. Greedy, and no request ends early.
+`cbtriton-reference` is this engine on the torch references of all kernels. Ratios are to the first engine named.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -28,11 +30,10 @@ from cbtriton.model_zoo import ModelSpec, demo_checkpoint, load_model
 from cbtriton.report import Percentiles, environment, first_token_times, inter_token_times
 from cbtriton.workloads import Lengths, Synthetic, Workload, benchmark_workload
 
-Engine = Literal["transformers", "cbtriton"]
-ENGINES: tuple[Engine, ...] = ("transformers", "cbtriton")
+Engine = Literal["transformers", "cbtriton", "cbtriton-reference"]
 
 _PAGES: dict[str, Any] = {"page_size": 32, "num_blocks": 1024}
-BEST: dict[Engine, dict[str, dict[str, Any]]] = {
+BEST: dict[str, dict[str, dict[str, Any]]] = {
     # Found by trying page sizes, token budgets and request limits on the machine of the README's table.
     "transformers": {
         "W1": {**_PAGES, "max_batch_tokens": 1024},
@@ -85,7 +86,7 @@ def main() -> None:
     if arguments.model == "smollm2_135m":
         demo_checkpoint()
     measurements = list(measure_all(arguments))
-    print("\n" + markdown(measurements))
+    print("\n" + markdown(measurements, arguments.engines[0]))
     write_results(Path(arguments.output), arguments, measurements)
     print(f"wrote {arguments.output}")
 
@@ -96,7 +97,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--dtypes", nargs="+", default=["bf16"], choices=["fp32", "bf16", "fp16"])
     parser.add_argument("--workloads", nargs="+", default=["W1", "W2", "W3", "W4"])
     parser.add_argument("--configs", nargs="+", default=["best"], choices=["best", "default"])
-    parser.add_argument("--engines", nargs="+", default=list(ENGINES), choices=ENGINES)
+    parser.add_argument("--engines", nargs="+", default=["transformers", "cbtriton"], choices=ENGINE_RUNS)
     parser.add_argument("--repeats", type=int, default=3, help="runs of each engine (default: 3)")
     parser.add_argument("--model", default="smollm2_135m", choices=["smollm2_135m", "tiny_random"])
     parser.add_argument("--quick", action="store_true", help="an eighth of each workload, for a look")
@@ -142,7 +143,7 @@ def write_measurement(task: dict[str, Any], output: Path) -> None:
     workload = shortened(benchmark_workload(task["workload"]), task["quick"]).build(
         None, loaded.model.config.vocab_size
     )
-    settings = BEST[task["engine"]][task["workload"]] if task["config"] == "best" else {}
+    settings = BEST[task["engine"].partition("-")[0]][task["workload"]] if task["config"] == "best" else {}
     started = time.perf_counter()
     outputs = ENGINE_RUNS[task["engine"]](loaded.model, workload, settings)
     num_tokens = sum(len(output.generated_tokens) for output in outputs)
@@ -184,10 +185,22 @@ def run_cbtriton(model: Any, workload: Workload, settings: dict[str, Any]) -> li
     return run_batch(cbtriton.enable(model), workload, cbtriton.ContinuousBatchingConfig(**settings))
 
 
-ENGINE_RUNS = {"transformers": run_transformers, "cbtriton": run_cbtriton}
+def run_reference(model: Any, workload: Workload, settings: dict[str, Any]) -> list[Any]:
+    """The workload through this engine, without its Triton kernels."""
+    import cbtriton
+
+    config = cbtriton.ContinuousBatchingConfig(**settings)
+    return run_batch(cbtriton.enable(model), workload, config, kernel_config=cbtriton.KernelConfig(default="reference"))
 
 
-def run_batch(model: Any, workload: Workload, config: Any) -> list[Any]:
+ENGINE_RUNS: dict[Engine, Callable[[Any, Workload, dict[str, Any]], list[Any]]] = {
+    "transformers": run_transformers,
+    "cbtriton": run_cbtriton,
+    "cbtriton-reference": run_reference,
+}
+
+
+def run_batch(model: Any, workload: Workload, config: Any, **extras: Any) -> list[Any]:
     """Finished outputs of the workload; both engines are driven by the same calls.
 
     `generate_batch` knows one limit for all requests. Where they differ, the calls that it consists of are made here.
@@ -200,11 +213,11 @@ def run_batch(model: Any, workload: Workload, config: Any) -> list[Any]:
     prompts = [list(prompt) for prompt in workload.prompts]
     if len(set(workload.max_new_tokens)) == 1:
         finished = model.generate_batch(
-            prompts, generation_config=greedy, continuous_batching_config=config, record_timestamps=True
+            prompts, generation_config=greedy, continuous_batching_config=config, record_timestamps=True, **extras
         )
         return list(finished.values())
     with model.continuous_batching_context_manager(
-        generation_config=greedy, continuous_batching_config=config
+        generation_config=greedy, continuous_batching_config=config, **extras
     ) as manager:
         for prompt, limit in zip(prompts, workload.max_new_tokens, strict=True):
             manager.add_request(prompt, max_new_tokens=limit, record_timestamps=True)
@@ -243,22 +256,22 @@ def peak_resident_mib() -> float:
 def table_header() -> str:
     """The line above the rows."""
     times = f"{'first token p50/p95':>22}{'inter-token p50/p95':>22}"
-    return f"{'dtype':6}{'config':9}{'workload':10}{'engine':14}{'tokens/s':>9}{times}{'set-up':>9}{'resident':>11}"
+    return f"{'dtype':6}{'config':9}{'workload':10}{'engine':20}{'tokens/s':>9}{times}{'set-up':>9}{'resident':>11}"
 
 
 def table_row(m: Measurement) -> str:
     """One aligned line."""
     first, between = m.time_to_first_token, m.inter_token_latency
     return (
-        f"{m.dtype:6}{m.config:9}{m.workload:10}{m.engine:14}{m.output_tokens_per_s:9.1f}"
+        f"{m.dtype:6}{m.config:9}{m.workload:10}{m.engine:20}{m.output_tokens_per_s:9.1f}"
         f"{f'{first.p50_ms / 1000:.2f} / {first.p95_ms / 1000:.2f} s':>22}"
         f"{f'{between.p50_ms:.0f} / {between.p95_ms:.0f} ms':>22}"
         f"{m.setup_seconds:7.1f} s{m.resident_mib / 1024:7.2f} GiB"
     )
 
 
-def markdown(measurements: Sequence[Measurement]) -> str:
-    """Medians over the repeats, one row per engine, with the ratio of throughputs."""
+def markdown(measurements: Sequence[Measurement], baseline_engine: Engine) -> str:
+    """Medians over the repeats, one row per engine, with the ratio of throughputs to one engine's."""
     lines = [
         "| dtype | configuration | workload | engine | output tokens/s | ratio | first token p50 / p95 (s) "
         "| inter-token p50 / p95 (ms) | set-up (s) | resident (GiB) |",
@@ -268,7 +281,7 @@ def markdown(measurements: Sequence[Measurement]) -> str:
     for m in measurements:
         groups.setdefault((m.dtype, m.config, m.workload, m.engine), []).append(m)
     for (dtype, config, workload, engine), runs in sorted(groups.items(), key=lambda item: item[0][:3]):
-        baseline = groups.get((dtype, config, workload, "transformers"), runs)
+        baseline = groups[dtype, config, workload, baseline_engine]
         rate = median(m.output_tokens_per_s for m in runs)
         ratio = rate / median(m.output_tokens_per_s for m in baseline)
         first = [median(getattr(m.time_to_first_token, p) for m in runs) / 1000 for p in ("p50_ms", "p95_ms")]
