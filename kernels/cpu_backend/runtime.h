@@ -108,10 +108,20 @@ CPU_INLINE uint16_t to_f16(float x) {
   return (uint16_t)(r | sign);
 }
 
-CPU_INLINE uint16_t to_bf16(double x) { return to_bf16((float)x); }
-CPU_INLINE uint16_t to_f16(double x) { return to_f16((float)x); }
-CPU_INLINE float round_bf16(float x) { return from_bf16(to_bf16(x)); }
-CPU_INLINE float round_f16(float x) { return from_f16(to_f16(x)); }
+// An inexact float with an odd last bit, which is between the same two narrow numbers as x: rounding it again is rounding
+// x once.
+CPU_INLINE float to_odd(double x) {
+  const float f = (float)x;
+  const uint32_t away = __builtin_fabs((double)f) > __builtin_fabs(x), inexact = (double)f < x || (double)f > x;
+  return bits_as<float>((bits_as<uint32_t>(f) - away) | inexact);
+}
+
+CPU_INLINE uint16_t to_bf16(double x) { return to_bf16(to_odd(x)); }
+CPU_INLINE uint16_t to_f16(double x) { return to_f16(to_odd(x)); }
+template <class T>
+CPU_INLINE float round_bf16(T x) { return from_bf16(to_bf16(x)); }
+template <class T>
+CPU_INLINE float round_f16(T x) { return from_f16(to_f16(x)); }
 
 // ---- Integers. Division never traps: on GPUs it does not either, and lanes that a mask switches off still divide.
 

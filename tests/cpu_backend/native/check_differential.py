@@ -65,7 +65,8 @@ def widened(value):
 def rounded(values, dtype):
     """Numbers of fp64 rounded once. Torch rounds them to fp32 first."""
     if dtype == torch.float16:
-        return torch.from_numpy(values.numpy().astype(np.float16))
+        with np.errstate(over="ignore"):
+            return torch.from_numpy(values.numpy().astype(np.float16))
     if dtype != torch.bfloat16:
         return values.to(dtype)
     single = values.float()
@@ -258,3 +259,204 @@ def test_floats(compare, dtype):
     wide = dtype == torch.bfloat16
     options = {"SIZE": SIZE, "BLOCK": BLOCK, "enable_fp_fusion": False}
     compare(float_operations, GRID, out, x, y, z, names=FLOAT_NAMES, ulps=zeros, wide=wide, **options)
+
+
+@triton.jit
+def fused(out, x, y, z, BLOCK: tl.constexpr):
+    i = tl.arange(0, BLOCK)
+    tl.store(out + i, tl.fma(tl.load(x + i), tl.load(y + i), tl.load(z + i)))
+
+
+def test_fused_products_of_fp16_are_rounded_once(compare):
+    # 3 * 683 / 2048 lies halfway between two numbers of fp16, and fp32 has no room for 2^-24 beside it.
+    x, y, z = torch.full((2,), 3.0), torch.full((2,), 683 / 2048), torch.tensor([2.0**-24, -(2.0**-24)])
+    compare(fused, (1,), torch.zeros(2).half(), x.half(), y.half(), z.half(), BLOCK=2)
+
+
+# ---- Casts
+
+
+CAST_TARGETS = [*INTS, torch.bool, *FLOATS]
+
+
+@triton.jit
+def casts(x, i1, i2, i4, i8, u1, u2, u4, u8, b1, f2, h2, f4, f8, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    m = i < SIZE
+    a = tl.load(x + i, mask=m)
+    tl.store(i1 + i, a.to(tl.int8), mask=m)
+    tl.store(i2 + i, a.to(tl.int16), mask=m)
+    tl.store(i4 + i, a.to(tl.int32), mask=m)
+    tl.store(i8 + i, a.to(tl.int64), mask=m)
+    tl.store(u1 + i, a.to(tl.uint8), mask=m)
+    tl.store(u2 + i, a.to(tl.uint16), mask=m)
+    tl.store(u4 + i, a.to(tl.uint32), mask=m)
+    tl.store(u8 + i, a.to(tl.uint64), mask=m)
+    tl.store(b1 + i, a.to(tl.int1), mask=m)
+    tl.store(f2 + i, a.to(tl.float16), mask=m)
+    tl.store(h2 + i, a.to(tl.bfloat16), mask=m)
+    tl.store(f4 + i, a.to(tl.float32), mask=m)
+    tl.store(f8 + i, a.to(tl.float64), mask=m)
+
+
+def to_bfloat16(x):
+    """Whole numbers go to bf16 through fp32, as on GPUs."""
+    return rounded(x.double(), torch.bfloat16) if x.is_floating_point() else x.float().bfloat16()
+
+
+@pytest.mark.parametrize("source", CAST_TARGETS, ids=name_of)
+def test_casts(interpreter, source):
+    x = random_like(SIZE, source, 10)
+    if source.is_floating_point:
+        # Out of the range of whole numbers nothing is defined.
+        x = torch.where(x.double().abs() < 100, x.abs(), x.new_tensor(7.5))
+    outs = [torch.zeros(SIZE, dtype=dtype) for dtype in CAST_TARGETS]
+    interpreter.start("casts", GRID, (widened(x) if source == torch.bfloat16 else x, *outs), {"SIZE": SIZE, "BLOCK": BLOCK})
+    casts[GRID](x, *outs, SIZE=SIZE, BLOCK=BLOCK)
+    (_, *expected), _ = interpreter.finish()
+    for dtype, got, other in zip(CAST_TARGETS, outs, expected, strict=True):
+        other = to_bfloat16(x) if dtype == torch.bfloat16 else other
+        check_same(got, other, what=f"{source} to {dtype}:")
+
+
+@triton.jit
+def narrow_casts(f4, h2, f2, x, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    m = i < SIZE
+    a = tl.load(x + i, mask=m)
+    tl.store(f4 + i, a.to(tl.float32), mask=m)
+    tl.store(h2 + i, a.to(tl.bfloat16), mask=m)
+    tl.store(f2 + i, a.to(tl.float16) * 1.0, mask=m)
+
+
+@pytest.mark.parametrize("source", FLOATS, ids=name_of)
+def test_casts_between_floats_round_once(source):
+    size = 4000
+    x = random_floats(size, torch.float64, 11) * 2.0 ** torch.from_numpy(np.random.default_rng(1).integers(-30, 17, size))
+    # Beside the middle between two numbers of fp16, and of bf16, by less than fp32 can say.
+    for part, bits in ((x[100:1000], 11), (x[1000:2000], 8)):
+        exponents = torch.frexp(part).exponent
+        halves = torch.ldexp(torch.round(torch.ldexp(part, bits - exponents)) + 0.5, exponents - bits)
+        part.copy_(halves * (1 + torch.tensor([1e-12, -1e-12, 0.0]).double().repeat(len(part))[: len(part)]))
+    x = x.to(source)
+    outs = [torch.zeros(size, dtype=dtype) for dtype in (torch.float32, torch.bfloat16, torch.float16)]
+    narrow_casts[(triton.cdiv(size, BLOCK),)](*outs, x, SIZE=size, BLOCK=BLOCK)
+    for out in outs:
+        check_same(out, rounded(x.double(), out.dtype), what=f"{source} to {out.dtype}:")
+
+
+@triton.jit
+def bitcasts(out, back, x, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    a = tl.load(x + i, mask=i < SIZE).to(out.dtype.element_ty, bitcast=True)
+    tl.store(out + i, a, mask=i < SIZE)
+    tl.store(back + i, a.to(x.dtype.element_ty, bitcast=True), mask=i < SIZE)
+
+
+@pytest.mark.parametrize("source", [*INTS, *FLOATS], ids=name_of)
+def test_bitcasts(compare, source):
+    x = random_like(SIZE, source, 12)
+    same_size = [dtype for dtype in CAST_TARGETS if dtype.itemsize == source.itemsize and dtype != torch.bool]
+    target = same_size[same_size.index(source) - 1]
+    compare(bitcasts, GRID, torch.zeros(SIZE, dtype=target), torch.zeros_like(x), x, SIZE=SIZE, BLOCK=BLOCK)
+
+
+# ---- Functions
+
+FUNCTION_NAMES = "exp exp2 log log2 sqrt rsqrt sin cos erf floor ceil".split()
+
+
+@triton.jit
+def functions(out, x, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    m = i < SIZE
+    a = tl.load(x + i, mask=m)
+    tl.store(out + 0 * SIZE + i, tl.exp(a), mask=m)
+    tl.store(out + 1 * SIZE + i, tl.exp2(a), mask=m)
+    tl.store(out + 2 * SIZE + i, tl.log(a), mask=m)
+    tl.store(out + 3 * SIZE + i, tl.log2(a), mask=m)
+    tl.store(out + 4 * SIZE + i, tl.sqrt(a), mask=m)
+    tl.store(out + 5 * SIZE + i, tl.rsqrt(a), mask=m)
+    tl.store(out + 6 * SIZE + i, tl.sin(a), mask=m)
+    tl.store(out + 7 * SIZE + i, tl.cos(a), mask=m)
+    tl.store(out + 8 * SIZE + i, tl.erf(a), mask=m)
+    tl.store(out + 9 * SIZE + i, tl.floor(a), mask=m)
+    tl.store(out + 10 * SIZE + i, tl.ceil(a), mask=m)
+
+
+# Roots, floor and ceil are rounded correctly. The polynomials of fp32 and the C library are within 2 ulp, as is a
+# reciprocal root, which is rounded twice.
+FUNCTION_ULPS = {"": 2.0, "sqrt": 0.0, "floor": 0.0, "ceil": 0.0}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=name_of)
+@pytest.mark.parametrize("scale", [0.3, 4.0, 60.0])
+def test_functions(compare, dtype, scale):
+    x = random_floats(SIZE, dtype, 13, scale)
+    if dtype == torch.float32:
+        # A sine of a large number is only as good as the number.
+        x[:20] = torch.where(x[:20].abs() > 1e30, torch.inf, x[:20])
+    out = torch.zeros(len(FUNCTION_NAMES), SIZE, dtype=dtype)
+    compare(
+        functions, GRID, out, x, SIZE=SIZE, BLOCK=BLOCK, names=FUNCTION_NAMES, ulps=FUNCTION_ULPS, wide=True
+    )
+
+
+@triton.jit
+def precise_functions(out, x, y, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    m = i < SIZE
+    a = tl.load(x + i, mask=m)
+    b = tl.load(y + i, mask=m)
+    tl.store(out + 0 * SIZE + i, tl.sqrt_rn(a), mask=m)
+    tl.store(out + 1 * SIZE + i, tl.div_rn(a, b), mask=m)
+    tl.store(out + 2 * SIZE + i, tl.fdiv(a, b), mask=m)
+    tl.store(out + 3 * SIZE + i, tl.fdiv(a, b, ieee_rounding=True), mask=m)
+
+
+def test_precise_functions(compare):
+    x, y = random_floats(SIZE, torch.float32, 14), random_floats(SIZE, torch.float32, 15)
+    names = ["sqrt_rn", "div_rn", "fdiv", "fdiv_ieee"]
+    compare(precise_functions, GRID, torch.zeros(4, SIZE), x, y, SIZE=SIZE, BLOCK=BLOCK, names=names)
+
+
+@triton.jit
+def high_products(out, x, y, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    a = tl.load(x + i, mask=i < SIZE)
+    tl.store(out + i, tl.umulhi(a, tl.load(y + i, mask=i < SIZE)), mask=i < SIZE)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.uint32, torch.uint64], ids=name_of)
+def test_high_halves_of_products(compare, dtype):
+    x, y = random_ints(SIZE, dtype, 16), random_ints(SIZE, dtype, 17)
+    compare(high_products, GRID, torch.zeros(SIZE, dtype=dtype), x, y, SIZE=SIZE, BLOCK=BLOCK)
+
+
+@triton.jit
+def random_numbers(words, floats, seed, offset, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    m = i < SIZE
+    at = offset + i
+    tl.store(words + i, tl.randint(seed, at), mask=m)
+    a, b, c, d = tl.randint4x(seed, at, n_rounds=7)
+    tl.store(words + SIZE + i, a ^ b ^ c ^ d, mask=m)
+    tl.store(floats + i, tl.rand(seed, at), mask=m)
+
+
+@triton.jit
+def normal_numbers(out, seed, offset, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(out + i, tl.randn(seed, offset + i), mask=i < SIZE)
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2**31 - 1, 2**40 + 5])
+def test_random_numbers(compare, interpreter, seed):
+    words, floats = torch.zeros(2, SIZE, dtype=torch.int32), torch.zeros(SIZE)
+    normal = torch.zeros(SIZE)
+    compare(random_numbers, GRID, words, floats, seed, 1000, SIZE=SIZE, BLOCK=BLOCK)
+    interpreter.start("normal_numbers", GRID, (normal, seed, 1000), {"SIZE": SIZE, "BLOCK": BLOCK})
+    normal_numbers[GRID](normal, seed, 1000, SIZE=SIZE, BLOCK=BLOCK)
+    (expected, *_), _ = interpreter.finish()
+    # A cosine of up to 2 pi, whose relative error has no bound where it is near 0.
+    torch.testing.assert_close(normal, expected, rtol=1e-6, atol=2e-6)
