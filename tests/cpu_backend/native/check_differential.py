@@ -460,3 +460,248 @@ def test_random_numbers(compare, interpreter, seed):
     (expected, *_), _ = interpreter.finish()
     # A cosine of up to 2 pi, whose relative error has no bound where it is near 0.
     torch.testing.assert_close(normal, expected, rtol=1e-6, atol=2e-6)
+
+
+# ---- Memory
+
+
+@triton.jit
+def masked_copies(out, plain, x, keep, n, other, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    m = tl.load(keep + i, mask=i < n, other=0) != 0
+    tl.store(out + i, tl.load(x + i, mask=m, other=other), mask=i < n)
+    tl.store(plain + i, tl.load(x + i, mask=i < n), mask=m)
+
+
+@pytest.mark.parametrize("dtype", [*INTS, *FLOATS, torch.bool], ids=name_of)
+def test_masks(compare, dtype):
+    other, wide = 1 if dtype == torch.bool else 7, dtype == torch.bfloat16
+    for size in (2, 100, 300):
+        x = random_like(384, dtype, size)
+        keep = random_like(384, torch.bool, size + 1).to(torch.int8)
+        keep[64:160] = 1  # whole strips with and without masks
+        keep[160:224] = 0
+        outs = (torch.full_like(x, 3) for _ in range(2))
+        compare(masked_copies, GRID, *outs, x, keep, size, other, SIZE=SIZE, BLOCK=BLOCK, wide=wide)
+
+
+@triton.jit
+def moved_blocks(
+    out, x, index, s0, s1, s2, t0, t1, t2, n0, n1, n2, A: tl.constexpr, B: tl.constexpr, C: tl.constexpr, FILL: tl.constexpr
+):
+    a = tl.program_id(0) * A + tl.arange(0, A)[:, None, None]
+    b = tl.program_id(1) * B + tl.arange(0, B)[None, :, None]
+    c = tl.program_id(2) * C + tl.arange(0, C)[None, None, :]
+    m = (a < n0) & (b < n1) & (c < n2)
+    rows = tl.load(index + a, mask=a < n0, other=0)
+    if FILL is None:
+        v = tl.load(x + rows * s0 + b * s1 + c * s2, mask=m)
+    else:
+        v = tl.load(x + rows * s0 + b * s1 + c * s2, mask=m, other=FILL)
+    tl.store(out + a * t0 + b * t1 + c * t2, v, mask=m)
+
+
+BLOCK_SHAPES = [(1, 1, 1), (1, 1, 64), (2, 8, 16), (16, 4, 1), (4, 1, 32), (1, 32, 2), (8, 4, 4)]
+
+
+@pytest.mark.parametrize("blocks", BLOCK_SHAPES, ids=str)
+@pytest.mark.parametrize("repeat", [0, 1])
+def test_strided_and_gathered_blocks(compare, blocks, repeat):
+    seed = sum(blocks) + repeat
+    dtype = [torch.int8, torch.float16, torch.float64][seed % 3]
+    generator = np.random.default_rng(seed)
+    shape = tuple(int(generator.integers(1, 2 * side + 2)) for side in blocks)
+    order = tuple(int(axis) for axis in generator.permutation(3))
+    x = random_like(shape, dtype, seed, special=False).permute(order).contiguous().permute(tuple(np.argsort(order)))
+    x = x.expand(shape) if seed % 2 else x[:, :1].expand(shape)  # the latter has a side with stride 0
+    out = torch.zeros(shape, dtype=dtype)
+    index = torch.from_numpy(generator.integers(0, shape[0], shape[0]).astype(np.int32))
+    grid = tuple(triton.cdiv(n, side) for n, side in zip(shape, blocks, strict=True))
+    sides = dict(zip("ABC", blocks, strict=True))
+    fill = 5 if seed % 4 else None
+    compare(moved_blocks, grid, out, x, index, *x.stride(), *out.stride(), *shape, **sides, FILL=fill)
+
+
+@triton.jit
+def far_addresses(out, x, distance, BLOCK: tl.constexpr):
+    i = tl.arange(0, BLOCK).to(tl.int64)
+    far = x + i * distance
+    near = far - i * (distance - 1)
+    tl.store(out + i, tl.load(near))
+    row = tl.program_id(0).to(tl.int64) * distance
+    tl.store(out + BLOCK + i, tl.load((x + row) + (i - row)))
+    # Offsets of 32 bits that wrap around.
+    wrapped = (tl.arange(0, BLOCK) * 0x10000001) * 16 - tl.arange(0, BLOCK) * 15
+    tl.store(out + 2 * BLOCK + tl.arange(0, BLOCK), tl.load(x + wrapped))
+
+
+def test_offsets_beyond_32_bits(compare):
+    x, out = random_ints(64, torch.int16, 20), torch.zeros(3 * 64, dtype=torch.int16)
+    compare(far_addresses, (3,), out, x, 2**33 + 8, BLOCK=64)
+    assert out.unique().numel() > 16
+
+
+@triton.jit
+def unsigned_offsets(out, x, first, BLOCK: tl.constexpr):
+    i = tl.arange(0, BLOCK)
+    tl.store(out + i, tl.load(x + (i.to(tl.uint32) + first) % BLOCK))
+    tl.store(out + BLOCK + i, tl.load(x + (i.to(tl.uint8) + 200).to(tl.uint8)))
+    tl.store(out + 2 * BLOCK + i, tl.load(x + (BLOCK - 1 - i)))
+    tl.store(out + 3 * BLOCK + i, tl.load(x + i // 2 * 2 + (1 - i % 2)))
+
+
+def test_other_offsets(compare):
+    x = random_ints(256, torch.int32, 21)
+    compare(unsigned_offsets, (1,), torch.zeros(4 * 64, dtype=torch.int32), x, 5, BLOCK=64)
+
+
+@triton.jit
+def pointers_to_pointers(out, table, BLOCK: tl.constexpr):
+    i = tl.arange(0, BLOCK)
+    for k in range(3):
+        row = tl.load(table + k).to(tl.pointer_type(tl.float32))
+        tl.store(out + k * BLOCK + i, tl.load(row + i))
+    lanes = tl.load(table + i % 3).to(tl.pointer_type(tl.float32))
+    tl.store(out + 3 * BLOCK + i, tl.load(lanes + i))
+
+
+def test_pointers_in_memory():
+    x = random_floats((3, 32), torch.float32, 22, special=False)
+    table = torch.tensor([row.data_ptr() for row in x])
+    out = torch.zeros(4, 32)
+    pointers_to_pointers[(1,)](out, table, BLOCK=32)
+    places = torch.arange(32)
+    assert torch.equal(out, torch.cat([x, x[places % 3, places][None]]))
+
+
+# ---- Reductions and scans
+
+
+@triton.jit
+def _last_nonzero(a, b):
+    return tl.where(b != 0, b, a)
+
+
+@triton.jit
+def _sum_and_range(s1, lo1, hi1, s2, lo2, hi2):
+    return s1 + s2, tl.minimum(lo1, lo2), tl.maximum(hi1, hi2)
+
+
+@triton.jit
+def block_of_three(x, A: tl.constexpr, B: tl.constexpr, C: tl.constexpr):
+    a, b, c = tl.arange(0, A)[:, None, None], tl.arange(0, B)[None, :, None], tl.arange(0, C)[None, None, :]
+    return tl.load(x + (a * B + b) * C + c)
+
+
+@triton.jit
+def store_all(out, v, N: tl.constexpr):
+    tl.store(out + tl.arange(0, N), tl.reshape(v, (N,)))
+
+
+@triton.jit
+def reductions(
+    out, places, x, A: tl.constexpr, B: tl.constexpr, C: tl.constexpr, AXIS: tl.constexpr, INTEGER: tl.constexpr
+):
+    v = block_of_three(x, A, B, C)
+    N: tl.constexpr = A * B * C // (A if AXIS == 0 else B if AXIS == 1 else C)
+    t = out.dtype.element_ty
+    store_all(out, tl.sum(v, AXIS, dtype=t).to(t), N)
+    store_all(out + N, tl.max(v, AXIS, keep_dims=True).to(t), N)
+    low, low_at = tl.min(v, AXIS, return_indices=True)
+    store_all(out + 2 * N, low.to(t), N)
+    store_all(places, low_at, N)
+    store_all(places + N, tl.argmax(v, AXIS, keep_dims=True), N)
+    w = v.to(t)
+    total, lowest, highest = tl.reduce((w, w, w), AXIS, _sum_and_range)
+    store_all(out + 3 * N, total, N)
+    store_all(out + 4 * N, highest - lowest, N)
+    if INTEGER:
+        store_all(out + 5 * N, tl.xor_sum(v, AXIS).to(t), N)
+
+
+SHAPES = [(1, 1, 32), (2, 4, 64), (4, 2, 2), (16, 1, 8), (1, 64, 1), (2, 16, 4)]
+
+
+@pytest.mark.parametrize("axis", [0, 1, 2])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_reductions(compare, shape, axis):
+    dtypes = [torch.int8, torch.uint16, torch.float32, torch.int64, torch.float16]
+    dtype = dtypes[(SHAPES.index(shape) * 3 + axis) % len(dtypes)]
+    integer = not dtype.is_floating_point
+    # Whole numbers, whose sums are exact in any order; with many ties.
+    x = random_like(shape, dtype, 30) if integer else random_floats(shape, dtype, 30, special=False).round() + 0
+    rest = x.numel() // shape[axis]
+    wide = {torch.int8: torch.int32, torch.uint16: torch.uint32}.get(dtype, dtype)
+    out, places = torch.zeros(6, rest, dtype=wide), torch.zeros(2, rest, dtype=torch.int32)
+    compare(reductions, (1,), out, places, x, **dict(zip("ABC", shape, strict=True)), AXIS=axis, INTEGER=integer)
+
+
+@triton.jit
+def float_reductions(out, places, x, y, M: tl.constexpr, N: tl.constexpr):
+    i = tl.arange(0, M)[:, None] * N + tl.arange(0, N)[None, :]
+    v = tl.load(x + i)
+    r = tl.arange(0, M)
+    tl.store(out + r, tl.max(v, 1))
+    tl.store(out + M + r, tl.min(v, 1))
+    # What NaN does to places depends on the order.
+    tl.store(places + r, tl.argmax(tl.where(v == v, v, 0.0), 1))
+    tl.store(out + 2 * M + r, tl.sum(tl.load(y + i), 1))
+    tl.store(out + 3 * M + r, tl.full((M,), tl.sum(tl.load(y + i)), tl.float32))
+
+
+@pytest.mark.parametrize("n", [2, 16, 256])
+def test_reductions_of_special_values(compare, n):
+    x = random_floats((16, n), torch.float32, n)
+    x[3], x[4], x[5] = -torch.inf, torch.inf, 0.0
+    x[6, 0] = torch.nan
+    x[7, -1] = torch.nan
+    x[8] = torch.nan
+    x[8, n // 2] = 2.0
+    y = random_floats((16, n), torch.float32, n + 1, special=False).round() + 0
+    compare(float_reductions, (1,), torch.zeros(4, 16), torch.zeros(16, dtype=torch.int32), x, y, M=16, N=n)
+
+
+@triton.jit
+def tree_of_sums(out, x, M: tl.constexpr, N: tl.constexpr):
+    v = tl.load(x + tl.arange(0, M)[:, None] * N + tl.arange(0, N)[None, :])
+    tl.store(out + tl.arange(0, M), tl.sum(v, 1))
+    tl.store(out + M + tl.arange(0, M), tl.sum(v.to(tl.float32) * v, 1))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=name_of)
+def test_sums_of_floats(compare, dtype):
+    # Orders differ: n - 1 roundings of partial sums no larger than the sum of all absolute values, which for numbers of
+    # one sign is the result. Trees of 128 accumulate a few ulp; the last place of bf16 is worth 2^16 of fp32, that of
+    # fp16 2^13.
+    x = random_floats((8, 128), dtype, 31, special=False).abs()
+    out = torch.zeros(16, dtype=torch.float64 if dtype == torch.float64 else torch.float32)
+    compare(tree_of_sums, (1,), out, x, M=8, N=128, ulps=16 if dtype.itemsize > 2 else 2**16, wide=True)
+
+
+@triton.jit
+def _affine(a1, b1, a2, b2):
+    return a1 * a2, b1 * a2 + b2
+
+
+@triton.jit
+def scans(
+    out, x, A: tl.constexpr, B: tl.constexpr, C: tl.constexpr, AXIS: tl.constexpr, REVERSE: tl.constexpr
+):
+    N: tl.constexpr = A * B * C
+    v = block_of_three(x, A, B, C)
+    t = out.dtype.element_ty
+    store_all(out, tl.cumsum(v, AXIS, reverse=REVERSE).to(t), N)
+    store_all(out + N, tl.cumprod(v, AXIS, reverse=REVERSE).to(t), N)
+    store_all(out + 2 * N, tl.associative_scan(v, AXIS, _last_nonzero, reverse=REVERSE).to(t), N)
+    a, b = tl.associative_scan((v, v + 1), AXIS, _affine, reverse=REVERSE)
+    store_all(out + 3 * N, (a + b).to(t), N)
+
+
+@pytest.mark.parametrize("reverse", [False, True], ids=["forward", "reverse"])
+@pytest.mark.parametrize("axis", [0, 1, 2])
+@pytest.mark.parametrize("shape", [(2, 4, 8), (8, 1, 4)], ids=str)
+def test_scans(compare, shape, axis, reverse):
+    dtype = [torch.int32, torch.int64, torch.float32, torch.uint32][(sum(shape) + axis + reverse) % 4]
+    x = random_like(shape, dtype, 32) if dtype != torch.float32 else random_ints(shape, torch.int8, 32).sign().float()
+    sides = dict(zip("ABC", shape, strict=True))
+    compare(scans, (1,), torch.zeros(4, x.numel(), dtype=dtype), x, **sides, AXIS=axis, REVERSE=reverse)
