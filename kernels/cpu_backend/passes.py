@@ -206,9 +206,12 @@ class _Planner:
             if value.uses or op.name in COMPUTED:
                 arrays.add(value)
             return
-        if op.name in ("tt.make_range",) or _is_splat_constant(op) or op.name == "tt.split":
+        if forced:
+            arrays.add(value)
             return
-        if op.name == "arith.constant" or forced:
+        if op.name in ("tt.make_range", "tt.split") or _is_splat_constant(op):
+            return
+        if op.name == "arith.constant":
             arrays.add(value)
             return
         if op.name == "tt.reshape" and not is_unit_reshape(op) and not self._is_cheap(value):

@@ -705,3 +705,372 @@ def test_scans(compare, shape, axis, reverse):
     x = random_like(shape, dtype, 32) if dtype != torch.float32 else random_ints(shape, torch.int8, 32).sign().float()
     sides = dict(zip("ABC", shape, strict=True))
     compare(scans, (1,), torch.zeros(4, x.numel(), dtype=dtype), x, **sides, AXIS=axis, REVERSE=reverse)
+
+
+# ---- Products
+
+
+@triton.jit
+def products(
+    out, a, b, c, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, TA: tl.constexpr, TB: tl.constexpr, ACC: tl.constexpr
+):
+    m, n, k = tl.arange(0, M), tl.arange(0, N), tl.arange(0, K)
+    x = tl.trans(tl.load(a + k[:, None] * M + m[None, :])) if TA else tl.load(a + m[:, None] * K + k[None, :])
+    y = tl.load(b + n[:, None] * K + k[None, :]).T if TB else tl.load(b + k[:, None] * N + n[None, :])
+    o = m[:, None] * N + n[None, :]
+    t = c.dtype.element_ty
+    if ACC:
+        r = tl.dot(x, y, acc=tl.load(c + o), input_precision="ieee", out_dtype=t)
+    else:
+        r = tl.dot(x, y, input_precision="ieee", out_dtype=t)
+    tl.store(out + o, r)
+
+
+PRODUCT_SHAPES = [(1, 1, 1), (1, 16, 32), (16, 16, 16), (2, 64, 8), (32, 4, 64), (128, 32, 2), (8, 128, 128), (64, 2, 4)]
+
+
+@pytest.mark.parametrize("shape", PRODUCT_SHAPES, ids=str)
+@pytest.mark.parametrize("repeat", [0, 1])
+def test_products(compare, shape, repeat):
+    number = PRODUCT_SHAPES.index(shape) + 3 * repeat
+    dtype = [torch.float32, torch.float16, torch.int8, torch.bfloat16, torch.float64][number % 5]
+    flags = {"TA": number % 3 == 1, "TB": number % 2 == 1, "ACC": number % 4 > 0}
+    m, n, k = shape
+    # Small whole numbers: products and sums are exact in all types, whatever the order.
+    a, b = (random_ints(side, torch.int8, number).clamp(-9, 9).to(dtype) for side in ((m, k), (k, n)))
+    wide = {torch.int8: torch.int32, torch.float64: torch.float64}.get(dtype, torch.float32)
+    c, out = random_ints((m, n), torch.int8, number).to(wide), torch.zeros(m, n, dtype=wide)
+    a, b = a.T.contiguous() if flags["TA"] else a, b.T.contiguous() if flags["TB"] else b
+    compare(products, (1,), out, a, b, c, **dict(zip("MNK", shape, strict=True)), **flags, wide=dtype == torch.bfloat16)
+
+
+def test_products_accumulate_like_fp32(compare):
+    # 64 products of one sign, each fused with the sum: no more than 64 roundings of half an ulp.
+    a, b = (random_floats((16, 64), torch.float32, seed, special=False).abs() for seed in (40, 41))
+    out = torch.zeros(16, 16)
+    compare(products, (1,), out, a, b, out.clone(), M=16, N=16, K=64, TA=False, TB=True, ACC=True, ulps=32, wide=True)
+
+
+@triton.jit
+def narrow_products(out, a, b, M: tl.constexpr):
+    i = tl.arange(0, M)[:, None] * M + tl.arange(0, M)[None, :]
+    tl.store(out + i, tl.dot(tl.load(a + i), tl.load(b + i), out_dtype=tl.float16))
+
+
+def test_products_with_narrow_results(compare):
+    a, b = (random_ints((16, 16), torch.int8, seed).clamp(-9, 9).half() for seed in (42, 43))
+    compare(narrow_products, (1,), torch.zeros(16, 16).half(), a, b, M=16)
+
+
+@triton.jit
+def batched_products(out, a, b, B: tl.constexpr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, T: tl.constexpr):
+    x = block_of_three(a, B, M, K)
+    y = tl.permute(block_of_three(b, B, N, K), (0, 2, 1)) if T else block_of_three(b, B, K, N)
+    store_all(out, tl.dot(x, y, input_precision="ieee"), B * M * N)
+
+
+@pytest.mark.parametrize("shape", [(2, 16, 16, 16), (4, 2, 8, 16)], ids=str)
+@pytest.mark.parametrize("transposed", [False, True])
+def test_batches_of_products(compare, shape, transposed):
+    batch, m, n, k = shape
+    a, b = (random_ints(side, torch.int8, 44).clamp(-9, 9).float() for side in ((batch, m, k), (batch, k, n)))
+    sides = {**dict(zip("BMNK", shape, strict=True)), "T": transposed}
+    compare(batched_products, (1,), torch.zeros(batch, m, n), a, b, **sides)
+
+
+@triton.jit
+def chained_products(out, a, b, n, M: tl.constexpr):
+    i = tl.arange(0, M)[:, None] * M + tl.arange(0, M)[None, :]
+    x, y = tl.load(a + i), tl.load(b + i)
+    acc = tl.zeros((M, M), tl.float32)
+    for k in range(n):
+        acc = tl.dot(x * 0.5, y + k, acc)
+        x = tl.trans(tl.dot(tl.trans(x), tl.where(i % (M + 1) == 0, 1.0, 0.0)))
+        acc = acc * 0.25
+    acc = tl.dot(acc, acc, acc)
+    tl.store(out + i, acc)
+
+
+def test_chained_products(compare):
+    # So small that all products and sums are exact.
+    a, b = (random_ints((16, 16), torch.int8, seed).clamp(-2, 2).float() for seed in (45, 46))
+    compare(chained_products, (1,), torch.zeros(16, 16), a, b, 2, M=16)
+
+
+# ---- Shapes
+
+
+@triton.jit
+def shapes(out, x, y, A: tl.constexpr, B: tl.constexpr, C: tl.constexpr):
+    N: tl.constexpr = A * B * C
+    v, w = block_of_three(x, A, B, C), block_of_three(y, A, B, C)
+    store_all(out, tl.permute(v, (2, 0, 1)), N)
+    store_all(out + N, tl.permute(v + w, (1, 0, 2)), N)
+    store_all(out + 2 * N, tl.trans(tl.reshape(v, (A * B, C))), N)
+    store_all(out + 3 * N, tl.reshape(tl.permute(tl.reshape(v, (C, B, A)), (1, 2, 0)), (A, B, C)), N)
+    store_all(out + 4 * N, tl.join(v, w), 2 * N)
+    store_all(out + 6 * N, tl.interleave(v, w), 2 * N)
+    store_all(out + 8 * N, tl.cat(tl.reshape(v, (N,)), tl.reshape(w, (N,))), 2 * N)
+    first, second = tl.split(tl.permute(tl.reshape(v, (A * B, C // 2, 2)), (1, 0, 2)))
+    store_all(out + 10 * N, first, N // 2)
+    store_all(out + 10 * N + N // 2, second, N // 2)
+    store_all(out + 11 * N, tl.broadcast_to(tl.expand_dims(tl.sum(w, 1), 1), (A, B, C)) + v, N)
+    store_all(out + 12 * N, tl.broadcast_to(tl.max(v, 2, keep_dims=True), (A, B, C)), N)
+    store_all(out + 13 * N, tl.flip(v, 2), N)
+    store_all(out + 14 * N, tl.flip(v, 0) - tl.ravel(w).reshape(A, B, C), N)
+    square = tl.reshape(tl.arange(0, N), (A * B, C))
+    store_all(out + 15 * N, tl.trans(square) + tl.gather(tl.trans(square), tl.trans(square * 0), 0), N)
+
+
+@pytest.mark.parametrize("shape", [(2, 4, 8), (1, 8, 2), (4, 1, 16)], ids=str)
+def test_shapes(compare, shape):
+    dtype = {2: torch.int32, 1: torch.int64, 4: torch.float32}[shape[0]]
+    x, y = (random_ints(shape, torch.int8, seed).to(dtype) for seed in (50, 51))
+    sides = dict(zip("ABC", shape, strict=True))
+    compare(shapes, (1,), torch.zeros(16, x.numel(), dtype=dtype), x, y, **sides)
+
+
+@triton.jit
+def sorts(out, x, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr):
+    i = tl.arange(0, M)[:, None] * N + tl.arange(0, N)[None, :]
+    v = tl.load(x + i)
+    tl.store(out + i, tl.sort(v))
+    tl.store(out + M * N + i, tl.sort(v, descending=True))
+    tl.store(out + 2 * M * N + tl.arange(0, M)[:, None] * K + tl.arange(0, K)[None, :], tl.topk(v, K))
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.uint8, torch.float32, torch.float16], ids=name_of)
+def test_sorts(compare, dtype):
+    x = random_like((4, 16), dtype, 52) if not dtype.is_floating_point else random_floats((4, 16), dtype, 52, special=False)
+    compare(sorts, (1,), torch.zeros(3, 4, 16, dtype=dtype), x, M=4, N=16, K=4)
+
+
+@triton.jit
+def tables(counts, out, x, index, bins, n, N: tl.constexpr, BINS: tl.constexpr):
+    i = tl.arange(0, N)
+    v = tl.load(bins + i)
+    tl.store(counts + tl.arange(0, BINS), tl.histogram(v, BINS))
+    tl.store(counts + BINS + tl.arange(0, BINS), tl.histogram(v, BINS, mask=i < n))
+    w = tl.reshape(tl.load(x + i), (N // 8, 8))
+    at = tl.reshape(tl.load(index + i), (N // 8, 8))
+    store_all(out, tl.gather(w, at % 8, 1), N)
+    store_all(out + N, tl.gather(w * 2, at % (N // 8), 0), N)
+    store_all(out + 2 * N, tl.gather(tl.load(x + i), tl.load(index + i), 0), N)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.float32, torch.int8], ids=name_of)
+def test_histograms_and_gathers(compare, dtype):
+    x = random_ints(64, torch.int8, 53).to(dtype)
+    index = torch.from_numpy(np.random.default_rng(2).integers(0, 64, 64).astype(np.int32))
+    bins = torch.from_numpy(np.random.default_rng(3).integers(0, 20, 64).astype(np.int32))
+    counts = torch.zeros(2, 16, dtype=torch.int32)
+    compare(tables, (1,), counts, torch.zeros(3, 64, dtype=dtype), x, index, bins, 40, N=64, BINS=16)
+
+
+# ---- Atomic operations. One program: the interpreter's order is then that of the compiled loop.
+
+ATOMIC_NAMES = "add max min and or xor xchg cas".split()
+
+
+@triton.jit
+def integer_atomics(cells, old, x, keep, FIRST: tl.constexpr, N: tl.constexpr):
+    i = tl.arange(0, N)
+    v = tl.load(x + i)
+    m = tl.load(keep + i)
+    c = cells + i % 8
+    tl.store(old + i, tl.atomic_add(c, v, mask=m), mask=m)
+    tl.store(old + N + i, tl.atomic_max(c + 8, v, mask=m), mask=m)
+    tl.store(old + 2 * N + i, tl.atomic_min(c + 16, v, mask=m), mask=m)
+    tl.store(old + 3 * N + i, tl.atomic_and(c + 24, v, mask=m), mask=m)
+    tl.store(old + 4 * N + i, tl.atomic_or(c + 32, v, mask=m), mask=m)
+    tl.store(old + 5 * N + i, tl.atomic_xor(c + 40, v, mask=m), mask=m)
+    tl.store(old + 6 * N + i, tl.atomic_xchg(c + 48, v, mask=m), mask=m)
+    tl.store(old + 7 * N + i, tl.atomic_cas(c + 56, v * 0 + FIRST, v))
+    tl.store(old + 8 * N, tl.atomic_add(cells, tl.max(v)))
+    tl.store(old + 8 * N + 1, tl.atomic_cas(cells + 1, tl.min(v), tl.max(v)))
+    tl.atomic_xchg(cells + 2, tl.max(v))
+    tl.atomic_add(c, v)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.uint32, torch.uint64], ids=name_of)
+def test_atomics_of_integers(compare, dtype):
+    first = 5
+    cells = random_ints(64, dtype, 60)
+    cells[56:] = torch.tensor([5, 6, 5, 5, 7, 5, 8, 5]).to(dtype)
+    old, keep = torch.zeros(9, 64, dtype=dtype), random_like(64, torch.bool, 61)
+    compare(integer_atomics, (1,), cells, old, random_ints(64, dtype, 62), keep, FIRST=first, N=64)
+
+
+@triton.jit
+def float_atomics(cells, old, x, keep, WIDE: tl.constexpr, N: tl.constexpr):
+    i = tl.arange(0, N)
+    v = tl.load(x + i)
+    m = tl.load(keep + i)
+    c = cells + i % 8
+    tl.store(old + i, tl.atomic_add(c, v, mask=m), mask=m)
+    tl.store(old + N + i, tl.atomic_add(c + 8, v, mask=m, sem="relaxed"), mask=m)
+    if WIDE:
+        tl.store(old + 2 * N + i, tl.atomic_max(c + 16, v, mask=m), mask=m)
+        tl.store(old + 3 * N + i, tl.atomic_min(c + 24, v, mask=m), mask=m)
+    tl.store(old + 4 * N + i, tl.atomic_cas(c + 32, v * 0 + 5.0, v))
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=name_of)
+def test_atomics_of_floats(compare, dtype):
+    cells, x = random_ints(40, torch.int8, 63).to(dtype), random_ints(64, torch.int8, 64).to(dtype)
+    cells[32:] = torch.tensor([5, 6, 5, 5, 7, 5, 8, 5]).to(dtype)
+    old, keep = torch.zeros(5, 64, dtype=dtype), random_like(64, torch.bool, 65)
+    narrow = dtype in (torch.float16, torch.bfloat16)
+    compare(float_atomics, (1,), cells, old, x, keep, WIDE=not narrow, N=64, wide=dtype == torch.bfloat16)
+
+
+@triton.jit
+def float_exchanges(cells, old, x, N: tl.constexpr):
+    i = tl.arange(0, N)
+    tl.store(old + i, tl.atomic_xchg(cells + i % 8, tl.load(x + i)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=name_of)
+def test_exchanges_of_floats(dtype):
+    # The interpreter does not exchange floats.
+    cells, x, old = torch.arange(8).to(dtype), random_floats(64, dtype, 66), torch.zeros(64, dtype=dtype)
+    expected = torch.cat([cells, x[:-8]])
+    float_exchanges[(1,)](cells, old, x, N=64)
+    check_same(old, expected)
+    check_same(cells, x[-8:])
+
+
+# ---- Programs
+
+
+@triton.jit
+def _twice(x):
+    return x * 2
+
+
+@triton.jit(noinline=True)
+def _collatz(x):
+    if x % 2 == 0:
+        return x // 2
+    return 3 * x + 1
+
+
+@triton.jit
+def _first_of(pair):
+    a, b = pair
+    return a - b, (b, a)
+
+
+@triton.jit
+def control_flow(out, x, n, BLOCK: tl.constexpr, STEPS: tl.constexpr):
+    pid = tl.program_id(0)
+    if pid == 3:
+        return
+    i = tl.arange(0, BLOCK)
+    v = tl.load(x + pid * BLOCK + i)
+    total = tl.zeros((BLOCK,), tl.int32)
+    count = 0
+    for a in range(0, n, 2):
+        for b in range(n, a, -1):
+            if (a + b) % 3 == 0:
+                total += v * b
+            elif a > 4:
+                total, v = v, total + a
+            else:
+                count += a * b
+        v = _twice(v) - total // 4
+    while count < 100:
+        count += tl.sum(tl.abs(v)) % 7 + 1
+        if count % 2 == 1:
+            v = tl.full((BLOCK,), 9, tl.int32)
+            count = count + 5
+        else:
+            v = tl.arange(0, BLOCK) * 3
+    for s in tl.static_range(STEPS):
+        total ^= v >> s
+    difference, (b, a) = _first_of((total, v))
+    tl.store(out + pid * BLOCK + i, difference + a * 3 + b)
+    if count > 110:
+        tl.store(out + 4 * BLOCK + pid, count)
+        return
+    tl.store(out + 4 * BLOCK + pid, -count)
+
+
+@pytest.mark.parametrize("n", [0, 1, 5, 9])
+def test_control_flow(compare, n):
+    x, out = random_ints((4, 16), torch.int32, 70), torch.zeros(5 * 16, dtype=torch.int32)
+    compare(control_flow, (4,), out, x, n, BLOCK=16, STEPS=3)
+
+
+@triton.jit
+def functions_apart(out, x, n):
+    steps = 0
+    v = tl.load(x + tl.program_id(0))
+    while (v != 1) and (steps < n):
+        v = _collatz(v)
+        steps += 1
+    tl.store(out + tl.program_id(0), steps)
+
+
+def test_functions_that_are_not_inlined(compare):
+    x = torch.arange(1, 13, dtype=torch.int32)
+    compare(functions_apart, (12,), torch.zeros(12, dtype=torch.int32), x, 1000)
+
+
+@triton.jit
+def grids(out, pair, scale):
+    x, y, z = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    at = (x * tl.num_programs(1) + y) * tl.num_programs(2) + z
+    tl.store(out + at, (pair[0] * x + pair[1][0] * y + z) * scale)
+
+
+@pytest.mark.parametrize("grid", [(1, 1, 1), (3, 1, 2), (2, 5, 3)], ids=str)
+def test_grids(compare, grid):
+    compare(grids, grid, torch.zeros(grid, dtype=torch.int64), (100, (10, 2.5)), 2**33)
+
+
+@triton.jit
+def hints(out, x, n, BLOCK: tl.constexpr):
+    tl.assume(n > 0)
+    i = tl.max_contiguous(tl.multiple_of(tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), BLOCK), BLOCK)
+    n = tl.multiple_of(n, 4)
+    tl.device_assert(i >= 0, "never")
+    tl.static_assert(BLOCK > 1)
+    tl.debug_barrier()
+    v = tl.load(x + i, mask=i < n, cache_modifier=".cg", eviction_policy="evict_first")
+    tl.store(out + i, v, mask=i < n, cache_modifier=".wb")
+
+
+def test_hints(compare):
+    compare(hints, (3,), torch.zeros(96), random_floats(96, torch.float32, 71), 84, BLOCK=32)
+
+
+@triton.jit
+def scalars(out, a, b, c, d, e, x):
+    tl.store(out, a + b)
+    tl.store(out + 1, c * d)
+    tl.store(out + 2, tl.where(e, tl.load(x), -1.0))
+    tl.store(out + 3, tl.exp(d) + a.to(tl.float64))
+
+
+@pytest.mark.parametrize("values", [(3, 2**40, -3, 2.5, True), (-7, 2**63 + 5, 2**31, 0.1, False)], ids=["small", "large"])
+def test_scalars_as_arguments(compare, values):
+    # The exponential is one of fp32, whose last place is worth 2^29 of those of fp64.
+    ulps = {"exp": 2.0**30}
+    names = ["add", "mul", "where", "exp"]
+    compare(scalars, (1,), torch.zeros(4, dtype=torch.float64), *values, torch.tensor([5.0]), names=names, ulps=ulps)
+
+
+@triton.jit
+def strides_by_default(out, x, n, BLOCK: tl.constexpr, W: tl.constexpr = 2):
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    row, column = i // n, i % n
+    m = (row < W) & (column >= 1) | (i == 0)
+    left = tl.load(x + i - 1, mask=m & (i > 0), other=0)
+    tl.store(out + i, left + tl.load(x + row * n + (n - 1 - column), mask=m, other=-5), mask=i < n * W)
+
+
+@pytest.mark.parametrize("n", [1, 7, 32, 50])
+def test_rows_and_columns(compare, n):
+    x, out = random_ints(100, torch.int32, 72), torch.zeros(100, dtype=torch.int32)
+    compare(strides_by_default, (4,), out, x, n, BLOCK=32)
