@@ -17,7 +17,7 @@ from typing import Any
 
 from triton import knobs
 from triton.backends.compiler import GPUTarget
-from triton.backends.driver import DriverBase
+from triton.backends.driver import DriverBase, decompose_descriptor
 from triton.runtime.cache import get_cache_manager
 
 from cbtriton.kernels.cpu_backend import toolchain
@@ -99,12 +99,14 @@ class CPULauncher:
         self._check = metadata.check
         self._path = _argument_paths(src.signature.values())
         kinds = metadata.arguments
-        if len(self._path) != len(kinds):
-            raise CPUBackendError(f"kernel {self._name!r}: {len(self._path)} arguments, compiled for {len(kinds)}")
+        types = _argument_types(src.signature.values())
+        self._has_descriptors = any(str(type_).startswith("tensordesc") for type_ in types)
+        if len(types) != len(kinds) and not self._has_descriptors:
+            raise CPUBackendError(f"kernel {self._name!r}: {len(types)} arguments, compiled for {len(kinds)}")
         self._is_flat = all(len(path) == 1 for path in self._path)
         self._positions = [path[0] for path in self._path]
         self._pointers = [i for i, kind in enumerate(kinds) if kind == "ptr"]
-        self._unsigned = [i for i, type_ in enumerate(_argument_types(src.signature.values())) if type_ == "u64"]
+        self._unsigned = [i for i, type_ in enumerate(types) if type_ == "u64"] if not self._has_descriptors else []
         self._pack = struct.Struct("".join("d" if kind in FLOATS else "q" for kind in kinds)).pack
         self._pack_grid = struct.Struct("3i").pack
         self._threads = _thread_count()
@@ -126,6 +128,8 @@ class CPULauncher:
         if grid_x * grid_y * grid_z <= 0:
             return
         values = [args[i] for i in self._positions] if self._is_flat else [_at(args, path) for path in self._path]
+        if self._has_descriptors:
+            values = [part for value in values for part in _decomposed(value)]
         tensors = [values[i] for i in self._pointers] if self._check else []
         for i in self._pointers:
             value = values[i]
@@ -173,6 +177,15 @@ def _argument_paths(signature: Sequence[Any], prefix: tuple[int, ...] = ()) -> l
         elif type_ != "constexpr":
             paths.append((*prefix, i))
     return paths
+
+
+def _decomposed(value: Any) -> list[Any]:
+    """What a descriptor of a tensor becomes: several arguments."""
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    if not isinstance(value, TensorDescriptor):
+        return [value]
+    return list(decompose_descriptor(value))
 
 
 def _argument_types(signature: Sequence[Any]) -> list[str]:

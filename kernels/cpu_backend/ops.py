@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from cbtriton.kernels.cpu_backend.ir import INT_BITS, Op, Type
+from cbtriton.kernels.cpu_backend.ir import FLOATS, INT_BITS, Op, Type
 
 REGISTER = {
     "i1": "bool",
@@ -164,8 +164,14 @@ def _truncate(op: Op, args: list[str]) -> str:
     return f"({REGISTER[op.result.type.elem]}){args[0]}"
 
 
+# In the attribute `rounding`; the other value is to nearest even.
+_TOWARD_ZERO = 0
+
+
 def _convert_float(op: Op, args: list[str]) -> str:
     source, target = op.operands[0].type, op.result.type
+    if op.attrs.get("rounding") == _TOWARD_ZERO and FLOATS.index(target.elem) < FLOATS.index(source.elem):
+        return f"toward_zero_{target.elem}({args[0]})"
     is_narrowed_once = source.elem == "f64" and target.elem in ("f16", "bf16")
     expr = args[0] if is_narrowed_once else f"({REGISTER[target.elem]}){args[0]}"
     return expr if source.elem in ("f16", "bf16") and target.elem in ("f32", "f64") else rounded(expr, target)

@@ -16,8 +16,10 @@ plugin.install()
 
 @pytest.fixture(scope="module")
 def interpreter(request: pytest.FixtureRequest) -> Iterator:
-    """Triton's interpreter, for the kernels of the test's own file; the tests are no package, so it is loaded by path."""
-    spec = importlib.util.spec_from_file_location("interpreter_process", Path(__file__).with_name("interpreter_process.py"))
+    """Triton's interpreter, for the kernels of the test's own file; loaded by path, since this is no package."""
+    spec = importlib.util.spec_from_file_location(
+        "interpreter_process", Path(__file__).with_name("interpreter_process.py")
+    )
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
