@@ -385,7 +385,7 @@ def bitcasts(out, back, x, SIZE: tl.constexpr, BLOCK: tl.constexpr):
     tl.store(back + i, a.to(x.dtype.element_ty, bitcast=True), mask=i < SIZE)
 
 
-@pytest.mark.parametrize("source", [*INTS, *FLOATS], ids=name_of)
+@pytest.mark.parametrize("source", [*SIGNED, torch.uint8, *FLOATS], ids=name_of)
 def test_bitcasts(compare, source):
     x = random_like(SIZE, source, 12)
     same_size = [dtype for dtype in CAST_TARGETS if dtype.itemsize == source.itemsize and dtype != torch.bool]
@@ -480,7 +480,7 @@ def normal_numbers(out, seed, offset, SIZE: tl.constexpr, BLOCK: tl.constexpr):
     tl.store(out + i, tl.randn(seed, offset + i), mask=i < SIZE)
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2**31 - 1, 2**40 + 5])
+@pytest.mark.parametrize("seed", [1, 2**40 + 5])
 def test_random_numbers(compare, interpreter, seed):
     words, floats = torch.zeros(2, SIZE, dtype=torch.int32), torch.zeros(SIZE)
     normal = torch.zeros(SIZE)
