@@ -17,7 +17,7 @@ from typing import Any
 
 from triton import knobs
 from triton.backends.compiler import GPUTarget
-from triton.backends.driver import DriverBase, decompose_descriptor
+from triton.backends.driver import DriverBase
 from triton.runtime.cache import get_cache_manager
 
 from cbtriton.kernels.cpu_backend import toolchain
@@ -76,8 +76,13 @@ def _rebuilt(name: str, metadata: Any) -> bytes:
     path = cache.get_file(f"{metadata.name}.cpp") if cache is not None else None
     text = Path(path).read_text() if path else ""
     if path is None or hashlib.sha256(text.encode()).hexdigest() != metadata.cpp_sha256:
+        described = cache.get_file(f"{metadata.name}.json") if cache is not None else None
+        if described:
+            # Without it Triton takes nothing of this kernel from the cache.
+            Path(described).unlink(missing_ok=True)
         raise CPUBackendError(
-            f"the cached binary of kernel {name!r} is damaged, and so is its source; remove {knobs.cache.dir}"
+            f"the cached binary of kernel {name!r} in {knobs.cache.dir} is damaged, and so is its source; "
+            "it is compiled anew by the next process that launches it"
         )
     library = toolchain.build(text, metadata.enable_fp_fusion)
     cache.put(toolchain.sealed(library), f"{metadata.name}.so")
@@ -185,7 +190,10 @@ def _decomposed(value: Any) -> list[Any]:
 
     if not isinstance(value, TensorDescriptor):
         return [value]
-    return list(decompose_descriptor(value))
+    flags = [value.padding == "nan"]
+    if hasattr(value, "round_f32_to_tf32"):  # since Triton 3.9
+        flags.append(value.round_f32_to_tf32)
+    return [value.base, *value.shape, *value.strides, *flags, *value.shape, *value.strides]
 
 
 def _argument_types(signature: Sequence[Any]) -> list[str]:
