@@ -1167,7 +1167,7 @@ def described(x, source, shape, A: tl.constexpr, B: tl.constexpr):
     made.store([tl.program_id(0) * A, tl.program_id(1) * B], v * 2 + 1)
 
 
-def test_descriptors_of_tensors(interpreter):
+def test_descriptors_of_tensors():
     x, out = random_ints((10, 24), torch.int32, 73), torch.zeros(12, 20, dtype=torch.int32)
     described[(3, 2)](out, TensorDescriptor.from_tensor(x, [4, 16]), (12, 20), A=4, B=16)
     expected = torch.ones(12, 20, dtype=torch.int32)  # beyond the source there are zeros
