@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Set
 from math import gcd, prod
 
-from cbtriton.kernels.cpu_backend.ir import Value
+from cbtriton.kernels.cpu_backend.ir import INT_BITS, Value
 
 AFFINE = "affine"
 _BROADCASTS = ("tt.splat", "tt.broadcast", "tt.expand_dims")
@@ -15,7 +15,7 @@ _WIDENINGS = ("arith.extsi", "arith.extui", "arith.index_cast")
 def stride(value: Value, dim: int, arrays: Set[Value], span: int = 0) -> int | str | None:
     """By how much a value grows from one element to the next along `dim`.
 
-    Offsets are assumed not to wrap around.
+    Offsets are assumed not to wrap around, though what they are computed from may.
 
     Args:
         value: A block, or a scalar.
@@ -26,6 +26,12 @@ def stride(value: Value, dim: int, arrays: Set[Value], span: int = 0) -> int | s
     Returns:
         A number; `AFFINE` if it is the same for all elements but not known; None if there is no such number.
     """
+    step = _stride(value, dim, arrays, span)
+    bits = INT_BITS.get(value.type.elem)
+    return (step + (1 << bits - 1)) % (1 << bits) - (1 << bits - 1) if bits and isinstance(step, int) else step
+
+
+def _stride(value: Value, dim: int, arrays: Set[Value], span: int) -> int | str | None:
     if not value.type.is_block or value.type.shape[dim] == 1:
         return 0
     op = value.op

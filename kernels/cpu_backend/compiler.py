@@ -37,7 +37,8 @@ class CPUOptions:
     enable_fp_fusion: bool = True
     launch_cooperative_grid: bool = False
     launch_pdl: bool = False
-    supported_fp8_dtypes: tuple[str, ...] = ()
+    # None is, but what the parser says of them is more useful than what Triton's front end would say.
+    supported_fp8_dtypes: tuple[str, ...] = ("fp8e5", "fp8e5b16", "fp8e4nv", "fp8e4b8")
     deprecated_fp8_dot_operand_dtypes: tuple[str, ...] = ()
     default_dot_input_precision: str = "ieee"
     allowed_dot_input_precisions: tuple[str, ...] = ("ieee", "tf32", "tf32x3", "bf16x3", "bf16x6")
@@ -66,6 +67,14 @@ def generic_text(module: Any) -> str:
     """
     module.set_attr("generic", ir.builder(module.context).get_bool_attr(True))
     return str(module)
+
+
+def _inline_everything(module: Any) -> None:
+    """Lets the inliner inline also what is marked `noinline`: kernels become one function."""
+    names = []
+    module.walk(lambda op: names.append(op.get_str_attr("sym_name")) if op.get_name() == "tt.func" else None)
+    for name in names:
+        module.get_function(name).set_attr("noinline", ir.builder(module.context).get_bool_attr(False))
 
 
 class CPUBackend(BaseBackend):
@@ -126,6 +135,7 @@ class CPUBackend(BaseBackend):
 
     @staticmethod
     def _make_ttir(module: Any) -> Any:
+        _inline_everything(module)
         manager = ir.pass_manager(module.context)
         manager.enable_debug()
         passes.common.add_inliner(manager)

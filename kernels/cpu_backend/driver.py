@@ -67,8 +67,13 @@ def _rebuilt(name: str, metadata: Any) -> bytes:
     path = cache.get_file(f"{metadata.name}.cpp") if cache is not None else None
     text = Path(path).read_text() if path else ""
     if path is None or hashlib.sha256(text.encode()).hexdigest() != metadata.cpp_sha256:
+        described = cache.get_file(f"{metadata.name}.json") if cache is not None else None
+        if described:
+            # Without it Triton takes nothing of this kernel from the cache.
+            Path(described).unlink(missing_ok=True)
         raise CPUBackendError(
-            f"the cached binary of kernel {name!r} is damaged, and so is its source; remove {knobs.cache.dir}"
+            f"the cached binary of kernel {name!r} in {knobs.cache.dir} is damaged, and so is its source; "
+            "it is compiled anew by the next process that launches it"
         )
     library = toolchain.build(text, metadata.enable_fp_fusion)
     cache.put(toolchain.sealed(library), f"{metadata.name}.so")
@@ -88,14 +93,18 @@ class CPULauncher:
         self._name = metadata.name
         self._path = _argument_paths(src.signature.values())
         kinds = metadata.arguments
-        if len(self._path) != len(kinds):
-            raise CPUBackendError(f"kernel {self._name!r}: {len(self._path)} arguments, compiled for {len(kinds)}")
+        types = _argument_types(src.signature.values())
+        self._has_descriptors = any(str(type_).startswith("tensordesc") for type_ in types)
+        if len(types) != len(kinds) and not self._has_descriptors:
+            raise CPUBackendError(f"kernel {self._name!r}: {len(types)} arguments, compiled for {len(kinds)}")
         self._is_flat = all(len(path) == 1 for path in self._path)
         self._positions = [path[0] for path in self._path]
         self._pointers = [i for i, kind in enumerate(kinds) if kind == "ptr"]
-        self._unsigned = [i for i, type_ in enumerate(_argument_types(src.signature.values())) if type_ == "u64"]
+        self._unsigned = [i for i, type_ in enumerate(types) if type_ == "u64"] if not self._has_descriptors else []
         self._pack = struct.Struct("".join("d" if kind in FLOATS else "q" for kind in kinds)).pack
-        names = _argument_names(src.signature)
+        # A descriptor is several arguments, which have no names of their own.
+        numbers = [f"argument {i}" for i in range(len(kinds))]
+        names = numbers if self._has_descriptors else _argument_names(src.signature)
         pointers = tuple(names[i] for i in self._pointers)
         self._checked = Checked(self._name, pointers, metadata.accesses) if metadata.check else None
         self._pack_grid = struct.Struct("3i").pack
@@ -118,6 +127,8 @@ class CPULauncher:
         if grid_x * grid_y * grid_z <= 0:
             return
         values = [args[i] for i in self._positions] if self._is_flat else [_at(args, path) for path in self._path]
+        if self._has_descriptors:
+            values = [part for value in values for part in _decomposed(value)]
         tensors = [values[i] for i in self._pointers] if self._checked else []
         for i in self._pointers:
             value = values[i]
@@ -144,6 +155,18 @@ def _argument_paths(signature: Sequence[Any], prefix: tuple[int, ...] = ()) -> l
         elif type_ != "constexpr":
             paths.append((*prefix, i))
     return paths
+
+
+def _decomposed(value: Any) -> list[Any]:
+    """What a descriptor of a tensor becomes: several arguments."""
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    if not isinstance(value, TensorDescriptor):
+        return [value]
+    flags = [value.padding == "nan"]
+    if hasattr(value, "round_f32_to_tf32"):  # since Triton 3.9
+        flags.append(value.round_f32_to_tf32)
+    return [value.base, *value.shape, *value.strides, *flags, *value.shape, *value.strides]
 
 
 def _argument_types(signature: Sequence[Any]) -> list[str]:

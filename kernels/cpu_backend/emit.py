@@ -6,14 +6,15 @@
 | scf.for, scf.while, scf.if | `for`, `while`, `if`; carried scalars are variables, carried blocks arrays |
 | cf.br, cf.cond_br | `goto` |
 | block that several loops need | an array, filled by a loop nest |
-| tt.store, tt.atomic_rmw, tt.atomic_cas | a loop nest that writes memory |
+| tt.store, tt.atomic_* | a loop nest that writes memory |
 | tt.dot | `dot_f32` of `runtime.h` on fp32 arrays, `dot_rows` for few rows by a transpose; other types `dot_any` |
 | tt.dot of few rows by a load | the same, with the right operand read where it is |
 | tt.reduce, last axis | up to 32 accumulators over the axis, then a tree |
 | tt.reduce, other axis | one accumulator per element of the result, the axis as an outer loop |
 | tt.scan | an array, combined in place along the axis |
 | tt.histogram, tt.cat | a loop that counts, that copies |
-| tt.assert, tt.print | with `debug` a message and the end of the process; nothing |
+| tt.assert | with `debug` a message and the end of the process |
+| tt.print | a loop nest that prints |
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from cbtriton.kernels.cpu_backend.nest import (
     Names,
     Nest,
     linear_index,
+    read_memory,
     written,
 )
 from cbtriton.kernels.cpu_backend.ops import ELEMENT_WISE, MEMORY, literal, register_type, unsigned
@@ -370,10 +372,32 @@ class _Emitter:
 
         self._atomic(op, 3, access)
 
+    def _tt_atomic_load(self, op: Op) -> None:
+        kind = self._atomic_type(op, op.results[0].type)
+
+        def access(nest: Nest, index: tuple[Expr, ...]) -> str:
+            return read_memory(f"atomic_load(&{nest.address(op.operands[0], index).code})", kind)
+
+        self._atomic(op, 1, access)
+
+    def _tt_atomic_store(self, op: Op) -> None:
+        kind = self._atomic_type(op, op.operands[1].type)
+
+        def access(nest: Nest, index: tuple[Expr, ...]) -> str:
+            value = written(nest.value(op.operands[1], index).code, kind)
+            return f"atomic_store(&{nest.address(op.operands[0], index).code}, ({MEMORY[kind.elem]}){value})"
+
+        self._atomic(op, 2, access)
+
+    def _atomic_type(self, op: Op, type_: Type) -> Type:
+        if type_.elem not in MEMORY:
+            raise UnsupportedError(f"{op.name} of type {type_}", op.loc, self._function.name)
+        return type_
+
     def _atomic(self, op: Op, mask_position: int, access: Callable[[Nest, tuple[Expr, ...]], str]) -> None:
-        result = op.results[0]
+        result = op.results[0] if op.results else op.operands[1]
         nest = Nest(self._context)
-        is_used = bool(result.uses)
+        is_used = bool(op.results and result.uses)
         name = self._declare(result) if is_used else ""
         kind = register_type(result.type)
 
@@ -399,11 +423,11 @@ class _Emitter:
 
     def _tt_assert(self, op: Op) -> None:
         nest = Nest(self._context)
-        message = str(op.attrs.get("message", "")).replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%")
+        text = _c_string(f"{op.loc}: assertion failed: {op.attrs.get('message', '')}\n")
 
         def body(index: tuple[Expr, ...]) -> None:
             condition = nest.value(op.operands[0], index).code
-            nest.line(f'if (!{condition}) {{ fprintf(stderr, "{op.loc}: assertion failed: {message}\\n"); abort(); }}')
+            nest.line(f"if (!{condition}) {{ fputs({text}, stderr); abort(); }}")
 
         shape = op.operands[0].type.shape
         if shape is None:
@@ -413,7 +437,31 @@ class _Emitter:
             self._scope(nest.loops(shape, body, vector=False))
 
     def _tt_print(self, op: Op) -> None:
-        pass
+        """Lines as Triton prints them on GPUs: the program, the element's indices, the prefix, the value."""
+        programs = [Expr(f"pid{axis}") for axis in range(3)]
+        prefix, is_hex = op.attrs["prefix"], op.attrs.get("hex", False)
+        if not op.operands:
+            self._line(f"printf({_c_string(f'pid (%d, %d, %d){_percents(prefix)}' + chr(10))}, pid0, pid1, pid2);")
+        for number, value in enumerate(op.operands):
+            shape = value.type.shape or ()
+            widths = ", ".join(f"%{len(str(n - 1))}d" for n in shape)
+            which = f"(operand {number}) " if len(op.operands) > 1 else ""
+            form, cast = _print_format(value.type, op.attrs["isSigned"][number], is_hex)
+            text = _c_string(f"pid (%d, %d, %d) idx ({widths}){_percents(prefix)}{which}{form}\n")
+            nest = Nest(self._context)
+
+            def body(
+                index: tuple[Expr, ...], nest: Nest = nest, value: Value = value, text: str = text, cast: str = cast
+            ) -> None:
+                parts = [f"(int){part.code}" for part in (*programs, *index)]
+                nest.line(f"printf({text}, {', '.join(parts)}, {cast.format(nest.value(value, index).code)});")
+
+            if shape:
+                self._scope(nest.loops(shape, body, vector=False))
+            else:
+                body(())
+                self._scope(nest.code)
+        self._line("fflush(stdout);")
 
     # Matrix products
 
@@ -777,6 +825,32 @@ class _Emitter:
         self._line(f"if ({self._context.scalars[condition]})")
         self._jump(op.successors[0], values[:taken])
         self._jump(op.successors[1], values[taken:])
+
+
+def _c_string(text: str) -> str:
+    """A string literal of C++. What is not a letter or so is written in octal."""
+    plain = bytes(range(32, 127)).translate(None, b'"\\?')
+    return '"' + "".join(chr(b) if b in plain else f"\\{b:03o}" for b in text.encode()) + '"'
+
+
+def _percents(text: str) -> str:
+    return text.replace("%", "%%")
+
+
+def _print_format(type_: Type, is_signed: bool, is_hex: bool) -> tuple[str, str]:
+    """How `printf` writes a number: the directive, and the argument."""
+    if type_.elem == "ptr":
+        return "%p", "(void*){}"
+    bits = INT_BITS.get(type_.elem) or int(type_.elem.lstrip("bf"))
+    if is_hex:
+        word = f"(uint{max(bits, 8)}_t)"
+        value = f"{word}{{}}" if type_.elem in INT_BITS else f"bits_as<uint{bits}_t>({written('{}', type_)})"
+        return f"0x%0{-(-bits // 4)}llx", f"(unsigned long long){value}"
+    if type_.elem in FLOATS:
+        return "%f", "(double){}"
+    if is_signed and bits > 1:
+        return "%lld", "(long long){}"
+    return "%llu", f"(unsigned long long)({unsigned(type_)}){{}}"
 
 
 def _identity(op: Op) -> str | None:

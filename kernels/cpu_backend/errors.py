@@ -17,6 +17,8 @@ class UnsupportedError(CPUBackendError):
     """
 
     def __init__(self, what: str, loc: str = "", kernel: str = "") -> None:
+        self.what = what
+        self.loc = loc
         place = f" at {loc}" if loc else ""
         owner = f" in kernel {kernel!r}" if kernel else ""
         super().__init__(

@@ -41,7 +41,10 @@ def parse_module(text: str) -> list[Function]:
             f"got: {body[:80]!r}. This version of Triton is not supported by the CPU backend"
         )
     parser = _Parser(body, locations)
-    module = parser.op({}, {})
+    try:
+        module = parser.op({}, {})
+    except UnsupportedError as error:
+        raise error if error.loc else UnsupportedError(error.what, *parser.place()) from None
     functions = []
     for op in module.regions[0].entry.ops:
         if op.name != "tt.func":
@@ -79,6 +82,12 @@ class _Parser:
         self._text = text
         self._pos = 0
         self._locations = locations
+
+    def place(self) -> tuple[str, str]:
+        """The source position of what is being read, and the kernel's name."""
+        kernel = re.search(r'sym_name = "([^"]+)"', self._text)
+        self._pos = self._text.find("loc(", self._pos) if "loc(" in self._text[self._pos :] else self._pos
+        return self._loc(), kernel[1] if kernel else ""
 
     # Characters and words
 
@@ -193,7 +202,7 @@ class _Parser:
         if self._take("{"):
             return self._attrs("}")
         if text := self._match(_STRING):
-            return text[1]
+            return _unescaped(text[1])
         if self._take("array<"):
             return [int(n) for n in re.findall(r"-?\d+", self._balanced("<", ">").partition(":")[2])]
         if self._take("dense<"):
@@ -287,6 +296,14 @@ class _Parser:
                 op.parent = block
                 block.ops.append(op)
         return region
+
+
+def _unescaped(text: str) -> str:
+    """A string without MLIR's escapes, the most common of which are two hexadecimal digits."""
+    named = {"n": b"\n", "t": b"\t", "\\": b"\\", '"': b'"'}
+    parts = re.split(r'\\([nt\\"]|[0-9A-Fa-f]{2})', text)
+    data = [named.get(p) or bytes.fromhex(p) if i % 2 else p.encode() for i, p in enumerate(parts)]
+    return b"".join(data).decode(errors="replace")
 
 
 def _number(text: str, type_: Type | None) -> int | float:

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from cbtriton.kernels.cpu_backend.ir import INT_BITS, Op, Type
+from cbtriton.kernels.cpu_backend.ir import FLOATS, INT_BITS, Op, Type
 
 REGISTER = {
     "i1": "bool",
@@ -164,9 +164,16 @@ def _truncate(op: Op, args: list[str]) -> str:
     return f"({REGISTER[op.result.type.elem]}){args[0]}"
 
 
+# In the attribute `rounding`; the other value is to nearest even.
+_TOWARD_ZERO = 0
+
+
 def _convert_float(op: Op, args: list[str]) -> str:
     source, target = op.operands[0].type, op.result.type
-    expr = f"({REGISTER[target.elem]}){args[0]}"
+    if op.attrs.get("rounding") == _TOWARD_ZERO and FLOATS.index(target.elem) < FLOATS.index(source.elem):
+        return f"toward_zero_{target.elem}({args[0]})"
+    is_narrowed_once = source.elem == "f64" and target.elem in ("f16", "bf16")
+    expr = args[0] if is_narrowed_once else f"({REGISTER[target.elem]}){args[0]}"
     return expr if source.elem in ("f16", "bf16") and target.elem in ("f32", "f64") else rounded(expr, target)
 
 
@@ -199,6 +206,12 @@ def _bitcast(op: Op, args: list[str]) -> str:
     if target.elem in ("f16", "bf16"):
         return f"from_{target.elem}(bits_as<uint16_t>({value}))"
     return f"bits_as<{REGISTER[target.elem]}>({value})"
+
+
+def _fused(op: Op, args: list[str]) -> str:
+    # fp32 has no room for products and sums of narrow numbers: the result would be rounded twice.
+    parts = [f"(double){arg}" for arg in args] if op.result.type.elem in ("f16", "bf16") else args
+    return rounded(f"fma_({', '.join(parts)})", op.result.type)
 
 
 def _add_pointer(op: Op, args: list[str]) -> str:
@@ -262,7 +275,7 @@ ELEMENT_WISE = {
     "math.exp": ElementWise(_float("exp_({0})"), 16),
     "math.exp2": ElementWise(_float("exp2_({0})"), 15),
     "math.floor": ElementWise(_float("floor_({0})")),
-    "math.fma": ElementWise(_float("fma_({0}, {1}, {2})")),
+    "math.fma": ElementWise(_fused),
     "math.log": ElementWise(_float("log_({0})"), 20),
     "math.log2": ElementWise(_float("log2_({0})"), 20),
     "math.rsqrt": ElementWise(_float("rsqrt_({0})"), 8),

@@ -12,9 +12,20 @@ from cbtriton.kernels.cpu_backend.ops import ELEMENT_WISE
 VIEWS = {"tt.splat", "tt.broadcast", "tt.expand_dims", "tt.trans", "tt.reshape", "tt.join", "tt.split", "tt.unsplat"}
 # Operations without effect whose block result is written to an array by code of their own.
 COMPUTED = {"tt.dot", "tt.reduce", "tt.scan", "tt.histogram", "tt.cat"}
-WRITES = {"tt.store", "tt.atomic_rmw", "tt.atomic_cas", "tt.assert", "tt.print"}
+# Operations on memory that happen at their place in the program; their results have arrays.
+ATOMICS = {"tt.atomic_rmw", "tt.atomic_cas", "tt.atomic_load", "tt.atomic_store"}
+WRITES = {"tt.store", "tt.assert", "tt.print", *ATOMICS}
 CONTROL = {"scf.for", "scf.while", "scf.if"}
 IGNORED = {"llvm.intr.assume", "gpu.barrier", "ttg.barrier", "ttg.local_barrier", "tt.debug_barrier"}
+# What may be removed if nobody needs it. Operations that are not known stay, to be refused.
+_REMOVABLE = {
+    *ELEMENT_WISE,
+    *VIEWS,
+    *COMPUTED,
+    *IGNORED,
+    *("tt.make_range", "tt.load", "tt.gather", "tt.get_program_id", "tt.get_num_programs", "ub.poison"),
+}
+_ENDS = (".return", ".yield", ".condition")
 # Above it, a value with several consumers is kept in an array rather than computed by each of them.
 _CHEAP = 12
 # Up to so many rows of the left matrix, a product reads the right one where it is instead of putting it in order first.
@@ -46,8 +57,9 @@ def is_unit_reshape(op: Op) -> bool:
 
 
 def has_effects(op: Op) -> bool:
-    """Whether the operation, or one inside, writes memory or can be waited for."""
-    return op.name in WRITES or any(has_effects(inner) for region in op.regions for inner in walk(region))
+    """Whether the operation, or one inside, writes memory, can be waited for, or is not known."""
+    is_pure = op.name in _REMOVABLE or op.name in CONTROL or op.name.endswith(_ENDS)
+    return not is_pure or any(has_effects(inner) for region in op.regions for inner in walk(region))
 
 
 def simplify(function: Function) -> None:
@@ -64,9 +76,9 @@ def remove_dead(function: Function) -> None:
         index_uses(function)
         changed = False
         for op in list(function.walk()):
-            if op.parent is None or op.name in WRITES or op.name.endswith((".return", ".yield", ".condition")):
+            if op.parent is None or op.name.endswith(_ENDS) or has_effects(op):
                 continue
-            if op.successors or has_effects(op) or any(value.uses for value in op.results):
+            if any(value.uses for value in op.results):
                 continue
             if op in op.parent.ops:
                 op.parent.ops.remove(op)
@@ -210,13 +222,16 @@ class _Planner:
             forced |= _needs_array(user, value) and not self._is_streamed(value)
             roots |= self._roots_through(user)
         self._roots[value] = roots
-        if op.name in COMPUTED or op.name in CONTROL or op.name in ("tt.atomic_rmw", "tt.atomic_cas", "tt.gather"):
+        if op.name in COMPUTED or op.name in CONTROL or op.name in ATOMICS or op.name == "tt.gather":
             if value.uses or op.name in COMPUTED:
                 arrays.add(value)
             return
-        if op.name in ("tt.make_range",) or _is_splat_constant(op) or op.name == "tt.split":
+        if forced:
+            arrays.add(value)
             return
-        if op.name == "arith.constant" or forced:
+        if op.name in ("tt.make_range", "tt.split") or _is_splat_constant(op):
+            return
+        if op.name == "arith.constant":
             arrays.add(value)
             return
         if op.name == "tt.reshape" and not is_unit_reshape(op) and not self._is_cheap(value):

@@ -108,10 +108,33 @@ CPU_INLINE uint16_t to_f16(float x) {
   return (uint16_t)(r | sign);
 }
 
-CPU_INLINE uint16_t to_bf16(double x) { return to_bf16((float)x); }
-CPU_INLINE uint16_t to_f16(double x) { return to_f16((float)x); }
-CPU_INLINE float round_bf16(float x) { return from_bf16(to_bf16(x)); }
-CPU_INLINE float round_f16(float x) { return from_f16(to_f16(x)); }
+// An inexact float with an odd last bit, which is between the same two narrow numbers as x: rounding it again is rounding
+// x once.
+CPU_INLINE float to_odd(double x) {
+  const float f = (float)x;
+  const uint32_t away = __builtin_fabs((double)f) > __builtin_fabs(x), inexact = (double)f < x || (double)f > x;
+  return bits_as<float>((bits_as<uint32_t>(f) - away) | inexact);
+}
+
+CPU_INLINE uint16_t to_bf16(double x) { return to_bf16(to_odd(x)); }
+CPU_INLINE uint16_t to_f16(double x) { return to_f16(to_odd(x)); }
+// Towards zero.
+CPU_INLINE float toward_zero_f32(double x) {
+  const float f = (float)x;
+  return bits_as<float>(bits_as<uint32_t>(f) - (uint32_t)(__builtin_fabs((double)f) > __builtin_fabs(x)));
+}
+CPU_INLINE float toward_zero_f16(float x) {
+  const uint16_t r = to_f16(x);
+  return from_f16((uint16_t)(r - (__builtin_fabsf(from_f16(r)) > __builtin_fabsf(x))));
+}
+CPU_INLINE float toward_zero_bf16(float x) { return bits_as<float>(x != x ? 0x7fc00000u : bits_as<uint32_t>(x) & 0xffff0000u); }
+CPU_INLINE float toward_zero_f16(double x) { return toward_zero_f16(to_odd(x)); }
+CPU_INLINE float toward_zero_bf16(double x) { return toward_zero_bf16(to_odd(x)); }
+
+template <class T>
+CPU_INLINE float round_bf16(T x) { return from_bf16(to_bf16(x)); }
+template <class T>
+CPU_INLINE float round_f16(T x) { return from_f16(to_f16(x)); }
 
 // ---- Integers. Division never traps: on GPUs it does not either, and lanes that a mask switches off still divide.
 
@@ -280,6 +303,7 @@ CPU_INLINE float tanh_(float x) {
 CPU_INLINE double tanh_(double x) { return __builtin_tanh(x); }
 
 // ---- Matrix products. Every sum runs over k in order, so bits do not depend on the block's other rows or columns.
+// Products and sums are fused where the hardware can, as on GPUs, also if `enable_fp_fusion` is off.
 
 #if defined(__AVX512F__)
 constexpr int kLanes = 16;
@@ -544,6 +568,18 @@ CPU_INLINE T compare_and_swap(T* p, T expected, T desired) {
   U old = bits_as<U>(expected);
   __atomic_compare_exchange_n((U*)p, &old, bits_as<U>(desired), false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);
   return bits_as<T>(old);
+}
+
+template <class T>
+CPU_INLINE T atomic_load(const T* p) {
+  using U = typename Word<sizeof(T)>::type;
+  return bits_as<T>(__atomic_load_n((const U*)p, __ATOMIC_SEQ_CST));
+}
+
+template <class T>
+CPU_INLINE void atomic_store(T* p, T x) {
+  using U = typename Word<sizeof(T)>::type;
+  __atomic_store_n((U*)p, bits_as<U>(x), __ATOMIC_SEQ_CST);
 }
 
 // ---- The loop over the grid.
