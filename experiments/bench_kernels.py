@@ -2,11 +2,14 @@
 
     python experiments/bench_kernels.py --threads 1 2 --dtypes bf16 fp32
     python experiments/bench_kernels.py --only decode --interpreter
+    python experiments/bench_kernels.py --compile
 
 Contestants take turns, call by call, in one process; times are medians. Decode attention is compared with gathering the
 pages into one piece and calling SDPA on that, prefill with SDPA on each sequence's contiguous keys, the other slots
 with their torch reference. Every result is first compared with that of its baseline. `--interpreter` also times each
 kernel in Triton's interpreter, in a process of its own. Prints Markdown and writes `bench_kernels.json`.
+
+`--compile` instead measures what the first calls of all kernels cost, with an empty cache and with a full one.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -90,6 +94,12 @@ def main() -> None:
     if arguments.interpret_one:
         print(json.dumps(interpreted_ms(arguments)))
         return
+    if arguments.compile_once:
+        print(json.dumps(first_calls(arguments)))
+        return
+    if arguments.compile:
+        print_compile_seconds()
+        return
     kernels = choose_kernels(KernelConfig(default="triton"), torch.device("cpu"))
     names = dict(kernels.names)
     timings = []
@@ -126,8 +136,40 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=1.0, help="time for each row")
     parser.add_argument("--interpreter", action="store_true", help="also time Triton's interpreter (slow)")
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results")
+    parser.add_argument("--compile", action="store_true", help="measure compilation instead of speed")
+    parser.add_argument("--compile-once", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--interpret-one", default="", help=argparse.SUPPRESS)
     return parser.parse_args()
+
+
+def print_compile_seconds() -> None:
+    """Prints a row per kernel: seconds of its first call in a process, without and with a cache on disk."""
+    with tempfile.TemporaryDirectory() as folder:
+        environ = {**os.environ, "TRITON_CACHE_DIR": folder}
+        command = [sys.executable, __file__, "--compile-once", "--dtypes", "bf16"]
+        cold, warm = (
+            json.loads(subprocess.run(command, env=environ, capture_output=True, text=True, check=True).stdout)
+            for _ in range(2)
+        )
+    print("| first call of | cold, s | warm, s |")
+    print("|---|---|---|")
+    for name in cold:
+        print(f"| {name} | {cold[name]:.2f} | {warm[name]:.2f} |")
+    print(f"| **all** | {sum(cold.values()):.2f} | {sum(warm.values()):.2f} |")
+
+
+def first_calls(arguments: argparse.Namespace) -> dict[str, float]:
+    """Seconds of each case's first call beyond a second one. Importing Triton is not part of it."""
+    kernels = choose_kernels(KernelConfig(default="triton"), torch.device("cpu"))
+    seconds: dict[str, float] = {}
+    for case in cases(kernels, DTYPES[arguments.dtypes[0]], arguments.page_size, arguments.only):
+        times = []
+        for _ in range(2):
+            begin = time.perf_counter()
+            case.ours()
+            times.append(time.perf_counter() - begin)
+        seconds[case.name] = max(0.0, times[0] - times[1])
+    return seconds
 
 
 def side_by_side(calls: Sequence[Call], seconds: float) -> list[float]:

@@ -61,8 +61,6 @@ def test_what_cannot_be_repaired_is_compiled_by_the_next_process(own_cache):
 
 PROCESS = """
 import importlib.util, sys, torch
-from cbtriton.kernels.cpu_backend import plugin
-plugin.install()
 spec = importlib.util.spec_from_file_location("kernels_of_processes", sys.argv[1])
 module = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(module)

@@ -1,4 +1,4 @@
-"""Puts the CPU backend into the process. The files here run in a process of their own, see `test_native.py`."""
+"""The files here run in a process of their own, see `test_native.py`."""
 
 from __future__ import annotations
 
@@ -9,10 +9,6 @@ from pathlib import Path
 
 import pytest
 import triton
-
-from cbtriton.kernels.cpu_backend import plugin
-
-plugin.install()
 
 
 @pytest.fixture(scope="module")

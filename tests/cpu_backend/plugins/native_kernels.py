@@ -10,7 +10,6 @@ import functools
 import torch
 
 from cbtriton.kernels import _launch
-from cbtriton.kernels.cpu_backend import plugin
 from cbtriton.kernels.cpu_backend.checking import poison_
 from cbtriton.kernels.cpu_backend.compiler import is_checking
 
@@ -35,8 +34,6 @@ def _poisoned(make):
     return poisoned
 
 
-plugin.install()
-_launch.native_target = lambda device: _launch.INTERPRETER
 _launch.num_processors = lambda device: _PROCESSORS
 if is_checking():
     torch.empty, torch.empty_like = _poisoned(torch.empty), _poisoned(torch.empty_like)
