@@ -32,6 +32,7 @@ from cbtriton.kernels.cpu_backend.nest import (
     Expr,
     Names,
     Nest,
+    constant_index,
     linear_index,
     read_memory,
     written,
@@ -50,6 +51,8 @@ from cbtriton.kernels.cpu_backend.passes import (
 
 # Arrays of a program that are more than this in all live in memory of the thread instead of on its stack.
 _STACK_BYTES = 1 << 20
+# Elements of a histogram whose places are computed at a time, before they are counted.
+_COUNTED = 512
 _BYTES = {"i1": 1, "i8": 1, "i16": 2, "i32": 4, "f16": 4, "bf16": 4, "f32": 4}
 
 # What an accumulator begins with so that combining changes nothing.
@@ -678,8 +681,20 @@ class _Emitter:
             self._fill(self._declare(value), operand)
         if size == 1:
             return
+        is_last = all(n == 1 for n in shape[axis + 1 :])
 
         def outer(index: tuple[Expr, ...]) -> None:
+            totals = [self._context.names("acc") for _ in op.results]
+            zeros = tuple(ZERO for _ in shape[axis + 1 :])
+
+            def carry(k: Expr) -> None:
+                at = f"{size - 1} - {k.code}" if is_reverse else k.code
+                places = [self._place(v, (*index, Expr(f"({at})", k.level), *zeros)) for v in op.results]
+                for total, place, value in zip(
+                    totals, places, nest.combine(op.regions[0], totals + places), strict=True
+                ):
+                    nest.line(f"{place} = {total} = {value};")
+
             def along(k: Expr) -> None:
                 here, before = (
                     (f"{size - 1} - {k.code}", f"{size} - {k.code}")
@@ -700,7 +715,15 @@ class _Emitter:
 
                 nest._loop(shape[axis + 1 :], len(shape) - axis - 1, (), body, True)
 
-            nest.open_loop(size, along, start=1)
+            if is_last:
+                # In a variable: a loop that reads back what it wrote waits for memory.
+                first = constant_index(size - 1) if is_reverse else ZERO
+                for total, value in zip(totals, op.results, strict=True):
+                    start = self._place(value, (*index, first, *zeros))
+                    nest.line(f"{register_type(value.type)} {total} = {start};")
+                nest.open_loop(size, carry, start=1)
+            else:
+                nest.open_loop(size, along, start=1)
 
         nest = Nest(self._context)
         self._scope(self._rows(nest, shape[:axis], outer))
@@ -708,16 +731,34 @@ class _Emitter:
     def _tt_histogram(self, op: Op) -> None:
         name, bins = self._declare(op.result), op.result.type.size
         self._line(f"for (auto& x : {name}) x = 0;")
+        (size,) = op.operands[0].type.shape
+        piece = min(size, _COUNTED)
         nest = Nest(self._context)
+        places = self._context.names("places")
+        tables = self._context.names("tables")
 
-        def body(index: tuple[Expr, ...]) -> None:
-            place = nest.value(op.operands[0], index)
-            condition = f"({unsigned(op.operands[0].type)}){place.code} < {bins}"
+        def place(index: Expr) -> str:
+            value = nest.value(op.operands[0], (index,))
+            condition = f"({unsigned(op.operands[0].type)}){value.code} < {bins}"
             if len(op.operands) > 1:
-                condition += f" && {nest.value(op.operands[1], index).code}"
-            nest.line(f"if ({condition}) {name}[{place.code}]++;")
+                condition += f" & {nest.value(op.operands[1], (index,)).code}"
+            return f"{condition} ? (int32_t){value.code} : {bins}"
 
-        self._scope(nest.loops(op.operands[0].type.shape, body, vector=False))
+        def count(start: Expr) -> None:
+            nest.vector_loop(
+                piece,
+                lambda i: nest.line(f"{places}[{i.code}] = {place(Expr(f'({start.code} + {i.code})', i.level))};"),
+            )
+            nest.line(f"count<{bins}>({places}, {piece}, {tables});")
+
+        nest.line(f"alignas(64) int32_t {places}[{piece}], {tables}[kTables][{bins + 1}] = {{}};")
+        if piece == size:
+            count(ZERO)
+        else:
+            nest.open_loop(size // piece, lambda i: count(Expr(f"({i.code} * {piece})", i.level)))
+        nest.line(f"for (int i = 0; i < {bins}; i++)")
+        nest.line(f"for (int t = 0; t < kTables; t++) {name}[i] += {tables}[t][i];")
+        self._scope(nest.code)
 
     def _tt_cat(self, op: Op) -> None:
         name, half = self._declare(op.result), op.result.type.size // 2

@@ -26,8 +26,8 @@ from cbtriton.kernels.cpu_backend.analysis import AFFINE, stride
 from cbtriton.kernels.cpu_backend.errors import UnsupportedError
 from cbtriton.kernels.cpu_backend.instrument import Instrument
 from cbtriton.kernels.cpu_backend.ir import Op, Region, Type, Value
-from cbtriton.kernels.cpu_backend.ops import ELEMENT_WISE, MEMORY, literal, register_type
-from cbtriton.kernels.cpu_backend.passes import Plan, is_unit_reshape
+from cbtriton.kernels.cpu_backend.ops import ELEMENT_WISE, MEMORY, SIGNED_ORDERS, literal, register_type
+from cbtriton.kernels.cpu_backend.passes import TRANSPARENT, Plan, is_unit_reshape
 
 # Elements per strip, and accumulators of a reduction.
 STRIP = 32
@@ -136,6 +136,7 @@ class Nest:
         self._lines: list[list[str]] = [[]]
         self._memo: dict[tuple, Expr] = {}
         self._assumed: set[tuple] = set()
+        self._denied: set[tuple] = set()
         self._masks: list[tuple] = []
         self._spans: set[int] = set()
         self._span = 0
@@ -280,7 +281,7 @@ class Nest:
     def _strip(
         self, strip: int, block: Expr, name: str, body: Callable, vector: bool, skips: bool, has_origin: bool
     ) -> None:
-        level = self.level + 1
+        outer, level = self.level, self.level + 1
         index = Expr(name, level, origin=block if has_origin else None)
         lanes = f"for (int64_t l = 0; l < {strip}; l++) {{ const int64_t {name} = {block.code} + l;"
         hint = "CPU_VECTORIZE" if vector else ""
@@ -291,19 +292,76 @@ class Nest:
             self._lines[-1] += [hint, lanes, *slow, "}"]
             return
         every, some = self._context.names("all"), self._context.names("any")
+        ends = block, Expr(f"({block.code} + {strip - 1})", outer)
+        spans = [self._mask_span(value, at, index, ends, self._span if has_origin else 0) for value, at in masks]
+        if None in spans:
 
-        def check() -> None:
-            parts = [self.value(value, at).code for value, at in masks]
-            self.line(f"{every} &= (uint8_t)({' & '.join(parts)}); {some} |= (uint8_t)({' | '.join(parts)});")
+            def check() -> None:
+                parts = [self.value(value, at).code for value, at in masks]
+                self.line(f"{every} &= (uint8_t)({' & '.join(parts)}); {some} |= (uint8_t)({' | '.join(parts)});")
 
-        checks = self._captured(level, check)
+            checks = self._captured(level, check)
+            self._lines[-1] += [f"uint8_t {every} = 1, {some} = 0;", lanes, *checks, "}"]
+        else:
+            self._lines[-1] += [
+                f"bool const {every} = {' & '.join(span[0] for span in spans)};",
+                f"bool const {some} = {' | '.join(span[1] for span in spans)};",
+            ]
         before, self._assumed = self._assumed, self._assumed | set(masks)
         fast = self._captured(level, lambda: body(index))
         self._assumed = before
         self._take_masks()
-        rest = f"else if ({some}) {{" if skips else "else {"
-        self._lines[-1] += [f"uint8_t {every} = 1, {some} = 0;", lanes, *checks, "}"]
-        self._lines[-1] += [f"if ({every}) {{", hint, lanes, *fast, "} }", rest, lanes, *slow, "} }"]
+        self._lines[-1] += [f"if ({every}) {{", hint, lanes, *fast, "} }"]
+        self._lines[-1] += [f"else if ({some}) {{" if skips or None not in spans else "else {", lanes, *slow, "} }"]
+        if not skips and None not in spans:
+            before, self._denied = self._denied, self._denied | set(masks)
+            none = self._captured(level, lambda: body(index))
+            self._denied = before
+            self._take_masks()
+            self._lines[-1] += ["else {", hint, lanes, *none, "} }"]
+
+    def _mask_span(
+        self, mask: Value, at: tuple[Expr, ...], moving: Expr, ends: tuple[Expr, Expr], span: int
+    ) -> tuple[str, str] | None:
+        """Whether a mask is true in all of a strip, and whether it may be in any of it.
+
+        Judged by the strip's ends; None if these do not tell. Numbers that grow along the strip are compared with ones
+        that do not, so what is true at both ends is true between them. (If they wrap around, then at most once.)
+        """
+        dims = [dim for dim, i in enumerate(at) if i is moving]
+        if len(dims) != 1 or any(i.level > moving.level - 1 for dim, i in enumerate(at) if dim != dims[0]):
+            return None
+        op = mask.op
+        if op is not None and mask not in self._context.plan.arrays:
+            if op.name in ("arith.andi", "arith.ori"):
+                parts = [self._mask_span(operand, at, moving, ends, span) for operand in op.operands]
+                sign = " & " if op.name == "arith.andi" else " | "
+                return None if None in parts else tuple(f"({sign.join(x)})" for x in zip(*parts, strict=True))
+            if op.name in ("tt.broadcast", "tt.expand_dims", "tt.splat"):
+                source = self._operand_index(op, at)
+                if all(i is not moving for i in source):
+                    code = self.value(mask, tuple(ZERO if i is moving else i for i in at)).code
+                    return code, code
+                return self._mask_span(op.operands[0], source, moving, ends, span)
+        if not self._is_monotone(mask, dims[0], span):
+            return None
+        first, last = (self.value(mask, tuple(end if i is moving else i for i in at)).code for end in ends)
+        return f"({first} & {last})", f"({first} | {last})"
+
+    def _operand_index(self, op: Op, index: tuple[Expr, ...]) -> tuple[Expr, ...]:
+        source = op.operands[0].type.shape or ()
+        if op.name == "tt.expand_dims":
+            return index[: op.attrs["axis"]] + index[op.attrs["axis"] + 1 :]
+        return tuple(ZERO if n == 1 or op.name == "tt.splat" else i for i, n in zip(index, source, strict=False))
+
+    def _is_monotone(self, mask: Value, dim: int, span: int) -> bool:
+        if stride(mask, dim, self._opaque(), span) == 0:
+            return True
+        op = mask.op
+        if op is None or op.name != "arith.cmpi" or op.attrs["predicate"] not in SIGNED_ORDERS:
+            return False
+        strides = [stride(operand, dim, self._opaque(), span) for operand in op.operands]
+        return all(isinstance(step, int) for step in strides)
 
     def _may_speed_up(self, masks: list[tuple], size: int) -> bool:
         return bool(masks) and size >= 8 and self._context.instrument is None
@@ -431,7 +489,7 @@ class Nest:
 
     def _step(self, pointers: Value, dim: int, moving: Expr) -> tuple[int | str | None, Expr]:
         """The stride along the innermost loop, and the index that addresses are counted from."""
-        size, arrays = pointers.type.shape[dim], self._context.plan.arrays
+        size, arrays = pointers.type.shape[dim], self._opaque()
         step = stride(pointers, dim, arrays)
         if step is not None:
             return step, ZERO
@@ -442,6 +500,10 @@ class Nest:
                 self._spans.add(span)
                 break
         return None, ZERO
+
+    def _opaque(self) -> set[Value]:
+        """Arrays whose contents are not known from how they were computed."""
+        return {v for v in self._context.plan.arrays if v.op is None or v.op.name not in TRANSPARENT}
 
     def _named_once(self, code: str, kind: str, level: int) -> str:
         key = (code, kind)
@@ -468,6 +530,9 @@ class Nest:
     def load(self, op: Op, index: tuple[Expr, ...], raw: bool = False) -> Expr:
         """An element of a load; `raw` leaves 16-bit floats as they are in memory."""
         kind = op.result.type
+        if len(op.operands) > 1 and (op.operands[1], index) in self._denied:
+            other = self.value(op.operands[2], index) if len(op.operands) > 2 else Expr(literal(0, kind))
+            return Expr(written(other.code, kind), other.level) if raw and kind.elem in ("f16", "bf16") else other
         raw = raw and kind.elem in ("f16", "bf16")
         place = self.address(op.operands[0], index)
         mask = self._mask(op, 1, index)

@@ -27,6 +27,8 @@ REGISTER = {
 MEMORY = REGISTER | {"i1": "int8_t", "f16": "uint16_t", "bf16": "uint16_t"}
 
 _INT_COMPARE = {0: "==", 1: "!=", 2: "<", 3: "<=", 4: ">", 5: ">=", 6: "<", 7: "<=", 8: ">", 9: ">="}
+# Of `arith.cmpi`: whether one is less or greater than the other, as signed numbers.
+SIGNED_ORDERS = (2, 3, 4, 5)
 _FLOAT_COMPARE = {
     0: "false",
     1: "({0} == {1})",

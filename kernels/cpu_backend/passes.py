@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from math import prod
 
 from cbtriton.kernels.cpu_backend.analysis import stride
 from cbtriton.kernels.cpu_backend.ir import Block, Function, Op, Type, Value, index_uses, new_op, walk
@@ -10,6 +11,8 @@ from cbtriton.kernels.cpu_backend.ops import ELEMENT_WISE
 
 # What only renames the indices of a block.
 VIEWS = {"tt.splat", "tt.broadcast", "tt.expand_dims", "tt.trans", "tt.reshape", "tt.join", "tt.split", "tt.unsplat"}
+# Operations whose results are known from their operands, also where an array holds them.
+TRANSPARENT = {*VIEWS, *ELEMENT_WISE, "tt.make_range"}
 # Operations without effect whose block result is written to an array by code of their own.
 COMPUTED = {"tt.dot", "tt.reduce", "tt.scan", "tt.histogram", "tt.cat"}
 # Operations on memory that happen at their place in the program; their results have arrays.
@@ -180,7 +183,8 @@ def make_plan(function: Function, may_stream: bool = True) -> Plan:
     """Decides which block values get arrays.
 
     A value is computed inside the loop of its consumer, unless several loops need it and it is not cheap, a deeper
-    loop needs it, it crosses a branch or a loop's end, or moving it would move a load across a write.
+    loop or every turn of an outer one needs it, it crosses a branch or a loop's end, or moving it would move a load
+    across a write.
     """
     # What operands cost depends on whether they have arrays, which is decided later: hence a second turn.
     likely = _Planner(function, set(), may_stream).run().arrays
@@ -238,7 +242,8 @@ class _Planner:
             # Its operand has an array, of which it is another view.
             return
         deeper = any(root.parent is not op.parent for root in roots)
-        is_needed_again = (len(roots) > 1 or deeper) and not self._is_cheap(value)
+        is_repeated = any(_repeats(user) for user in value.uses)
+        is_needed_again = (len(roots) > 1 or deeper or is_repeated) and not self._is_cheap(value)
         if is_needed_again or (op.name == "tt.load" and not all(_may_delay(op, root) for root in roots)):
             arrays.add(value)
 
@@ -336,6 +341,15 @@ def _needs_array(user: Op, value: Value) -> bool:
     if user.name == "tt.gather":
         return value is user.operands[0]
     return user.name in ("scf.yield", "scf.condition", "cf.br", "cf.cond_br", "tt.cat")
+
+
+def _repeats(user: Op) -> bool:
+    """Whether an operation makes an outer loop of a side of length 1, and so needs all inner elements every time."""
+    if user.name != "tt.broadcast":
+        return False
+    source = user.operands[0].type.shape
+    longer = [before < after for before, after in zip(source, user.result.type.shape, strict=True)]
+    return any(is_longer and prod(source[i + 1 :]) > 1 for i, is_longer in enumerate(longer))
 
 
 def _is_uniform(value: Value) -> bool:

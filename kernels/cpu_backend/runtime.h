@@ -75,8 +75,10 @@ CPU_INLINE float fma_(float a, float b, float c) { return __builtin_fmaf(a, b, c
 CPU_INLINE double fma_(double a, double b, double c) { return __builtin_fma(a, b, c); }
 #if defined(__FP_FAST_FMAF) || defined(__FMA__)
 CPU_INLINE float mad(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
+CPU_INLINE double mad(double a, double b, double c) { return __builtin_fma(a, b, c); }
 #else
 CPU_INLINE float mad(float a, float b, float c) { return a * b + c; }
+CPU_INLINE double mad(double a, double b, double c) { return a * b + c; }
 #endif
 
 // ---- 16-bit floats, as integers: exact widening, narrowing to nearest even. Narrowing a widened number gives its bits.
@@ -165,14 +167,19 @@ CPU_INLINE T max_(T a, T b) { return a > b ? a : b; }
 template <class T>
 CPU_INLINE T abs_(T a) { return a < 0 ? (T)(0 - a) : a; }
 
-// Truncation of a float to 64 bits with shifts, because AVX2 has no such conversion. |x| < 2^63.
+// Truncation of a float to 64 bits. |x| < 2^63. AVX2 has no such conversion, but adding 1.5 * 2^52 to a double makes its
+// low bits those of an integer: done twice, for both halves.
 CPU_INLINE int64_t to_i64(float x) {
-  const uint32_t u = bits_as<uint32_t>(x);
-  const int32_t e = (int32_t)((u >> 23) & 0xffu) - 150;
-  const uint64_t m = (u & 0x7fffffu) | 0x800000u;
-  const uint64_t left = m << (uint64_t)(e > 0 ? (e < 40 ? e : 40) : 0);
-  const uint64_t a = left >> (uint64_t)(e < 0 ? (e > -63 ? -e : 63) : 0);
-  return (int64_t)(u >> 31 ? 0 - a : a);
+#if defined(__AVX512DQ__) || defined(__aarch64__)
+  return (int64_t)x;
+#else
+  constexpr double round = 6755399441055744.0, two_to_32 = 4294967296.0;
+  const double whole = (double)__builtin_truncf(x);
+  const double shifted = mad(whole, 1 / two_to_32, round);
+  const double rest = mad(shifted - round, -two_to_32, whole) + round;
+  const uint64_t bias = bits_as<uint64_t>(round);
+  return (int64_t)((bits_as<uint64_t>(shifted) << 32) + bits_as<uint64_t>(rest) - (bias << 32) - bias);
+#endif
 }
 
 // ---- Floats: numbers win over NaN in min/maxnum, NaN wins in minimum/maximum.
@@ -548,6 +555,18 @@ static __attribute__((noinline)) void transpose(const float* __restrict from, fl
   for (int i = 0; i < R; i += 4)
     for (int j = 0; j < C; j++)
       for (int k = i; k < (i + 4 < R ? i + 4 : R); k++) to[j * R + k] = from[k * C + j];
+}
+
+// ---- Histograms. Tables take turns, because equal numbers in a row would wait for each other.
+
+constexpr int kTables = 4;
+
+template <int BINS>
+CPU_INLINE void count(const int32_t* places, int n, int32_t (*tables)[BINS + 1]) {
+  int i = 0;
+  for (; i + kTables <= n; i += kTables)
+    for (int t = 0; t < kTables; t++) tables[t][places[i + t]]++;
+  for (; i < n; i++) tables[0][places[i]]++;
 }
 
 // ---- Atomics. Sequentially consistent whatever was asked for: never weaker.

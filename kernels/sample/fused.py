@@ -5,7 +5,7 @@ Two launches serve greedy and unfiltered rows, four serve steps in which any row
 1. `_scan` reads each row once, in blocks. Of greedy rows it notes each block's best token, of unfiltered rows each
    block's winner of the race, of rows with filters only the peak.
 2. `_count` sorts the tokens of filtered rows into bins by their distance from the row's peak, and adds up the row's
-   mass. It exits at once where a row has no filter; so does the next one.
+   mass where a filter asks for it. It exits at once where a row has no filter; so does the next one.
 3. `_collect` reads off the bins how far down a survivor can possibly be, and packs the tokens above into a buffer.
 4. `_finish` merges the blocks' results. Of filtered rows it searches the exact thresholds among the packed tokens and
    draws. Where these are too many for the buffer (large flat distributions), it searches the row itself: slower, with
@@ -441,22 +441,26 @@ def _count(
     sample_index = tl.program_id(0).to(tl.int64)
     row = tl.load(rows + sample_index)
     heat = tl.load(temperature + row)
-    _, _, _, is_filtered = _filters(row, vocab_size, top_k, top_p, min_p, flags)
+    k, p, _, is_filtered = _filters(row, vocab_size, top_k, top_p, min_p, flags)
     peak, is_usable = _row_peak(peaks, sample_index, NUM_BLOCKS, PADDED_BLOCKS)
     if (heat != 0) & is_filtered & is_usable:
+        # With top-k, top-p refers to the mass of what top-k keeps.
+        needs_mass = (p < 1) & (k == 0)
         position = tl.load(positions + sample_index)
         eos, num_suppressed = _eos_range(row, position, min_positions, eos_ids, eos_stride, num_eos, flags)
         counts = tl.full((_NUM_BINS,), 0, tl.int32)
-        mass = tl.full((BLOCK,), 0, tl.int64)
+        mass = tl.full((), 0, tl.int64)
         for turn in range(TURNS):
             ids = (tl.program_id(1) * TURNS + turn) * BLOCK + tl.arange(0, BLOCK)
             x = _load_logits(logits + sample_index * logits_stride, ids, vocab_size, eos, num_suppressed)
             scores = _to_scores(x, heat)
             counts += tl.histogram(_to_bins(scores, peak), _NUM_BINS, mask=scores > -_INFINITY)
-            mass += (tl.exp(scores - peak) * _MASS_UNIT).to(tl.int64)
+            if needs_mass:
+                mass += tl.sum((tl.exp(scores - peak) * _MASS_UNIT).to(tl.int64))
         places = bins + sample_index * _NUM_BINS + tl.arange(0, _NUM_BINS)
         tl.atomic_add(places, counts, mask=counts > 0, sem="relaxed")
-        tl.atomic_add(candidates + sample_index * NUM_ITEMS, tl.sum(mass), sem="relaxed")
+        if needs_mass:
+            tl.atomic_add(candidates + sample_index * NUM_ITEMS, mass, sem="relaxed")
 
 
 @triton.jit
@@ -524,9 +528,9 @@ def _collect(
         x = _load_logits(logits + sample_index * logits_stride, ids, vocab_size, eos, num_suppressed)
         scores = _to_scores(x, heat)
         is_candidate = (scores > -_INFINITY) & (_to_bins(scores, peak) <= last)
-        ranks = tl.cumsum(is_candidate.to(tl.int32), 0)
-        number = tl.max(ranks)
+        number = tl.sum(is_candidate.to(tl.int32))
         if number > 0:
+            ranks = tl.cumsum(is_candidate.to(tl.int32), 0)
             places = tl.atomic_add(items + 1, number.to(tl.int64), sem="relaxed") + ranks + (_HEADER - 1)
             tl.store(items + places, _pack(_to_keys(scores), ids), mask=is_candidate & (places < NUM_ITEMS))
 
