@@ -291,10 +291,33 @@ class Nest:
         if not self._may_speed_up(masks, strip):
             self._lines[-1] += [hint, lanes, *slow, "}"]
             return
-        every, some = self._context.names("all"), self._context.names("any")
+        before, self._assumed = self._assumed, self._assumed | set(masks)
+        fast = self._captured(level, lambda: body(index))
+        self._assumed = before
+        self._take_masks()
         ends = block, Expr(f"({block.code} + {strip - 1})", outer)
         spans = [self._mask_span(value, at, index, ends, self._span if has_origin else 0) for value, at in masks]
-        if None in spans:
+        if None not in spans:
+            every, some = " & ".join(span[0] for span in spans), " | ".join(span[1] for span in spans)
+            self._lines[-1] += [f"if ({every}) {{", hint, lanes, *fast, "} }"]
+            self._lines[-1] += [f"else if ({some}) {{", lanes, *slow, "} }"]
+            if not skips:
+                before, self._denied = self._denied, self._denied | set(masks)
+                none = self._captured(level, lambda: body(index))
+                self._denied = before
+                self._take_masks()
+                self._lines[-1] += ["else {", hint, lanes, *none, "} }"]
+        elif skips and len(masks) == 1:
+            # Branches on masks that follow no pattern would often be foreseen wrongly: only the places to go to are.
+            value, at = masks[0]
+            on, bits = self._context.names("on"), self._context.names("bits")
+            check = self._captured(level, lambda: self.line(f"{on}[l] = {self.value(value, at).code};"))
+            self._lines[-1] += [f"alignas(32) uint8_t {on}[{strip}];", hint, lanes, *check, "}"]
+            self._lines[-1] += [f"uint32_t {bits} = bits_of<{strip}>({on});", f"if ({bits} == all_bits<{strip}>) {{"]
+            self._lines[-1] += [hint, lanes, *fast, "} }", f"else for (; {bits}; {bits} &= {bits} - 1) {{"]
+            self._lines[-1] += [f"const int64_t l = __builtin_ctz({bits}), {name} = {block.code} + l;", *fast, "}"]
+        else:
+            every, some = self._context.names("all"), self._context.names("any")
 
             def check() -> None:
                 parts = [self.value(value, at).code for value, at in masks]
@@ -302,23 +325,8 @@ class Nest:
 
             checks = self._captured(level, check)
             self._lines[-1] += [f"uint8_t {every} = 1, {some} = 0;", lanes, *checks, "}"]
-        else:
-            self._lines[-1] += [
-                f"bool const {every} = {' & '.join(span[0] for span in spans)};",
-                f"bool const {some} = {' | '.join(span[1] for span in spans)};",
-            ]
-        before, self._assumed = self._assumed, self._assumed | set(masks)
-        fast = self._captured(level, lambda: body(index))
-        self._assumed = before
-        self._take_masks()
-        self._lines[-1] += [f"if ({every}) {{", hint, lanes, *fast, "} }"]
-        self._lines[-1] += [f"else if ({some}) {{" if skips or None not in spans else "else {", lanes, *slow, "} }"]
-        if not skips and None not in spans:
-            before, self._denied = self._denied, self._denied | set(masks)
-            none = self._captured(level, lambda: body(index))
-            self._denied = before
-            self._take_masks()
-            self._lines[-1] += ["else {", hint, lanes, *none, "} }"]
+            self._lines[-1] += [f"if ({every}) {{", hint, lanes, *fast, "} }"]
+            self._lines[-1] += [f"else if ({some}) {{" if skips else "else {", lanes, *slow, "} }"]
 
     def _mask_span(
         self, mask: Value, at: tuple[Expr, ...], moving: Expr, ends: tuple[Expr, Expr], span: int
@@ -326,7 +334,7 @@ class Nest:
         """Whether a mask is true in all of a strip, and whether it may be in any of it.
 
         Judged by the strip's ends; None if these do not tell. Numbers that grow along the strip are compared with ones
-        that do not, so what is true at both ends is true between them. (If they wrap around, then at most once.)
+        that do not, so what is true at both ends is true between them. As for addresses, none may wrap around.
         """
         dims = [dim for dim, i in enumerate(at) if i is moving]
         if len(dims) != 1 or any(i.level > moving.level - 1 for dim, i in enumerate(at) if dim != dims[0]):
@@ -348,20 +356,23 @@ class Nest:
         first, last = (self.value(mask, tuple(end if i is moving else i for i in at)).code for end in ends)
         return f"({first} & {last})", f"({first} | {last})"
 
-    def _operand_index(self, op: Op, index: tuple[Expr, ...]) -> tuple[Expr, ...]:
+    @staticmethod
+    def _operand_index(op: Op, index: tuple[Expr, ...]) -> tuple[Expr, ...]:
+        """The element of a view's operand."""
         source = op.operands[0].type.shape or ()
         if op.name == "tt.expand_dims":
             return index[: op.attrs["axis"]] + index[op.attrs["axis"] + 1 :]
         return tuple(ZERO if n == 1 or op.name == "tt.splat" else i for i, n in zip(index, source, strict=False))
 
     def _is_monotone(self, mask: Value, dim: int, span: int) -> bool:
+        """Whether a mask changes at most once along a side."""
         if stride(mask, dim, self._opaque(), span) == 0:
             return True
         op = mask.op
         if op is None or op.name != "arith.cmpi" or op.attrs["predicate"] not in SIGNED_ORDERS:
             return False
         strides = [stride(operand, dim, self._opaque(), span) for operand in op.operands]
-        return all(isinstance(step, int) for step in strides)
+        return 0 in strides and all(isinstance(step, int) for step in strides)
 
     def _may_speed_up(self, masks: list[tuple], size: int) -> bool:
         return bool(masks) and size >= 8 and self._context.instrument is None

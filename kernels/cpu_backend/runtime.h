@@ -557,6 +557,23 @@ static __attribute__((noinline)) void transpose(const float* __restrict from, fl
       for (int k = i; k < (i + 4 < R ? i + 4 : R); k++) to[j * R + k] = from[k * C + j];
 }
 
+// ---- Masks of up to 32 elements as bits.
+
+template <int N>
+constexpr uint32_t all_bits = (uint32_t)((UINT64_C(1) << N) - 1);
+
+template <int N>
+CPU_INLINE uint32_t bits_of(const uint8_t* on) {
+  uint32_t bits = 0;
+  for (int i = 0; i < N; i += 8) {
+    uint64_t word;
+    memcpy(&word, on + i, 8);
+    // Eight bytes that are 0 or 1: the product has them side by side at its top.
+    bits |= (uint32_t)(word * UINT64_C(0x0102040810204080) >> 56) << i;
+  }
+  return bits;
+}
+
 // ---- Histograms. Tables take turns, because equal numbers in a row would wait for each other.
 
 constexpr int kTables = 4;

@@ -176,6 +176,24 @@ def test_a_load_is_kept_where_a_write_comes_before_its_use():
     assert by_name(function, "tt.load").result in make_plan(function).arrays
 
 
+@pytest.mark.parametrize(("axis", "shapes", "is_kept"), [(0, ("1x64", "64x64"), True), (1, ("64x1", "64x64"), False)])
+def test_what_every_outer_index_needs_again_is_kept(axis, shapes, is_kept):
+    narrow, wide = shapes
+    function = parse(
+        RANGE
+        + f"""
+    %f = "arith.sitofp"(%r) : (tensor<64xi32>) -> tensor<64xf32>
+    %e = "math.exp"(%f) : (tensor<64xf32>) -> tensor<64xf32>
+    %n1 = "tt.expand_dims"(%e) <{{axis = {axis} : i32}}> : (tensor<64xf32>) -> tensor<{narrow}xf32>
+    %w = "tt.broadcast"(%n1) : (tensor<{narrow}xf32>) -> tensor<{wide}xf32>
+    %s = "tt.splat"(%x) : (!tt.ptr<f32>) -> tensor<{wide}x!tt.ptr<f32>>
+    "tt.store"(%s, %w) : (tensor<{wide}x!tt.ptr<f32>>, tensor<{wide}xf32>) -> ()
+    """
+    )
+    simplify(function)
+    assert (by_name(function, "tt.expand_dims").result in make_plan(function).arrays) == is_kept
+
+
 def test_unknown_operations_are_named_with_their_place():
     function = parse(
         RANGE

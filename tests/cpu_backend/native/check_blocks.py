@@ -186,6 +186,82 @@ def test_shapes():
 
 
 @triton.jit
+def count_bins(table, x, n, BLOCK: tl.constexpr, BINS: tl.constexpr):
+    i = tl.arange(0, BLOCK)
+    v = tl.load(x + i)
+    tl.store(table + tl.arange(0, BINS), tl.histogram(v, BINS))
+    tl.store(table + BINS + tl.arange(0, BINS), tl.histogram(v, BINS, mask=(i < n) & (v != 3)))
+
+
+@pytest.mark.parametrize("size", [2, 64, 512, 4096])
+@pytest.mark.parametrize("spread", [1, 16])
+def test_histograms(size, spread):
+    x = torch.randint(0, spread, (size,), dtype=torch.int32)
+    table = torch.full((64,), -1, dtype=torch.int32)
+    count_bins[(1,)](table, x, size // 2 + 1, BLOCK=size, BINS=32)
+    part = x[: size // 2 + 1]
+    assert torch.equal(table[:32].long(), torch.bincount(x, minlength=32))
+    assert torch.equal(table[32:].long(), torch.bincount(part[part != 3], minlength=32))
+
+
+@triton.jit
+def masked(out, x, y, low, high, BLOCK: tl.constexpr, KIND: tl.constexpr):
+    i = tl.arange(0, BLOCK)
+    if KIND == "below":
+        m = i < high
+    elif KIND == "above":
+        m = low <= i
+    elif KIND == "between":
+        m = (i >= low) & (i < high)
+    elif KIND == "outside":
+        m = (i < low) | (i >= high)
+    elif KIND == "reversed":
+        m = high > BLOCK - 1 - i
+    else:
+        m = tl.load(y + i) > 0
+    v = tl.load(x + i, mask=m, other=7.0)
+    tl.store(out + i, v)
+    tl.store(out + BLOCK + i, v * 2, mask=m)
+    n = tl.cumsum(m.to(tl.int32), 0)
+    tl.store(out + 2 * BLOCK + n, v, mask=m)
+
+
+@pytest.mark.parametrize("kind", ["below", "above", "between", "outside", "reversed", "any"])
+@pytest.mark.parametrize(("low", "high"), [(0, 256), (0, 0), (40, 41), (31, 97), (64, 128), (256, 256), (200, 100)])
+def test_masks(kind, low, high):
+    i, x, y = torch.arange(256), normal(256), normal(256, seed=low + 1)
+    m = {
+        "below": i < high,
+        "above": i >= low,
+        "between": (i >= low) & (i < high),
+        "outside": (i < low) | (i >= high),
+        "reversed": 255 - i < high,
+        "any": y > 0,
+    }[kind]
+    out = torch.full((3 * 256 + 1,), -1.0)
+    masked[(1,)](out, x, y, low, high, BLOCK=256, KIND=kind)
+    assert torch.equal(out[:256], x.where(m, 7.0))
+    assert torch.equal(out[256:512], torch.where(m, x * 2, -1.0))
+    assert torch.equal(out[513 : 513 + int(m.sum())], x[m])
+    assert (out[513 + int(m.sum()) :] == -1).all()
+
+
+@triton.jit
+def to_integers(out, x, BLOCK: tl.constexpr):
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(out + i, tl.load(x + i).to(tl.int64))
+
+
+def test_floats_become_wide_integers():
+    x = normal(4096) * 2.0 ** torch.randint(-4, 60, (4096,))
+    x[:6] = torch.tensor([0.0, -0.0, -(2.0**63), 2.0**63 - 2.0**39, 2.0**31, -0.99])
+    x = x.clamp(-(2.0**63), 2.0**63 - 2.0**39)
+    out = torch.zeros(4096, dtype=torch.int64)
+    to_integers[(2,)](out, x, BLOCK=2048)
+    assert torch.equal(out, x.to(torch.int64))
+
+
+@triton.jit
 def atomics(added, highest, lowest, wide, floats, old, x, n, BLOCK: tl.constexpr):
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     m = i < n
