@@ -17,7 +17,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_ROOT_USER_ACTION := ignore
 ARGS ?=
 
-.PHONY: help demo test test-engine test-kernels test-gpu test-slow lint types format bench clean
+.PHONY: help demo test test-engine test-kernels test-native test-gpu test-slow lint types format bench clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -40,6 +40,9 @@ test-engine: $(STAMP)  ## All tests but those of the kernels
 # A process of its own: Triton's interpreter is on or off for a whole process.
 test-kernels: $(STAMP)  ## Every kernel against its contract, Triton's under its interpreter
 	@$(BIN)/python -m pytest tests/kernels -n 2 --dist worksteal $(ARGS)
+
+test-native: $(STAMP)  ## Every kernel's contract compiled for this CPU, also in checking mode, and the backend's own tests
+	@$(BIN)/python -m pytest -m slow tests/cpu_backend $(ARGS)
 
 test-gpu: $(STAMP)  ## Every kernel and the engine on the GPU
 	@$(BIN)/python -m pytest -m gpu tests/kernels tests/engine/test_gpu.py $(ARGS)

@@ -21,6 +21,7 @@ from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
 
 from cbtriton.kernels.cpu_backend.availability import why_unavailable
+from cbtriton.kernels.cpu_backend.launches import launch_compiled
 
 Choice = TypeVar("Choice")
 
@@ -211,33 +212,6 @@ def launch(
         return
     options = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": enable_fp_fusion}
     if isinstance(args[0], Tensor) and args[0].device.type == "cpu" and isinstance(kernel, JITFunction):
-        _launch_on_cpu(kernel, grid, args, options, constants)
+        launch_compiled(kernel, grid, args, options, constants)
     else:
         kernel[grid](*args, **options, **constants)
-
-
-_compiled: dict[tuple, Any] = {}
-
-
-def _launch_on_cpu(
-    kernel: JITFunction, grid: tuple[int, ...], args: tuple, options: dict[str, Any], constants: dict[str, Any]
-) -> None:
-    """Runs `kernel` with less ado than Triton: finding the compiled code would take longer than small kernels do."""
-    # The function, because a kernel's own hash is that of its source.
-    key = (kernel.fn, *options.values(), *map(_kind, args), *constants.items())
-    compiled = _compiled.get(key)
-    if compiled is None or knobs.runtime.launch_enter_hook.calls or knobs.runtime.launch_exit_hook.calls:
-        _compiled[key] = kernel[grid](*args, **options, **constants)
-        return
-    rest = [constants[name] for name in kernel.arg_names[len(args) :]]
-    sides = (*grid, 1, 1)[:3]
-    compiled.run(*sides, 0, compiled.function, compiled.packed_metadata, None, None, None, *args, *rest)
-
-
-def _kind(arg: Any) -> Any:
-    """What the code depends on of an argument, or more than that: Triton makes a constant of an integer that is 1."""
-    if isinstance(arg, Tensor):
-        return arg.dtype
-    if isinstance(arg, int):
-        return bool if isinstance(arg, bool) else (arg == 1, -(2**31) <= arg < 2**31)
-    return type(arg)

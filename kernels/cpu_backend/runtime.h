@@ -309,7 +309,8 @@ CPU_INLINE float tanh_(float x) {
 }
 CPU_INLINE double tanh_(double x) { return __builtin_tanh(x); }
 
-// ---- Matrix products. Every sum runs over k in order, so bits do not depend on the block's other rows or columns.
+// ---- Matrix products. The order of every sum follows from the shapes alone: over k, or over k by lanes and then over
+// the lanes. So a row's bits do not depend on the block's other rows or columns.
 // Products and sums are fused where the hardware can, as on GPUs, also if `enable_fp_fusion` is off.
 
 #if defined(__AVX512F__)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import subprocess
@@ -15,13 +16,14 @@ from hydra import compose, initialize_config_module
 from nbclient import NotebookClient
 
 from cbtriton import cli
+from cbtriton.kernels.cpu_backend.availability import why_unavailable
 from cbtriton.model_zoo import CharTokenizer, ModelSpec, load_model
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+def blocks(language: str, path: str = "README.md") -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", (ROOT / path).read_text(), re.MULTILINE | re.DOTALL)
 
 
 COMMANDS = [line for block in blocks("bash") for line in block.splitlines()]
@@ -88,6 +90,25 @@ def test_the_example_of_the_readme_runs(capsys: pytest.CaptureFixture[str]) -> N
     assert len(printed) == 2
     expected = CharTokenizer().decode(names["output"].generated_tokens)
     assert printed[-1] == expected
+
+
+@pytest.mark.skipif(why_unavailable() is not None, reason=str(why_unavailable()))
+def test_the_kernel_in_the_readme_of_the_cpu_backend_runs_and_its_mistake_is_found(tmp_path: Path) -> None:
+    (example,), (report,) = (blocks(language, "kernels/cpu_backend/README.md") for language in ("python", "text"))
+    script = tmp_path / "add.py"
+
+    def run(text: str, check: str) -> subprocess.CompletedProcess:
+        script.write_text(text)
+        environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"CBTRITON_CPU_CHECK": check}
+        return subprocess.run(
+            [sys.executable, script.name], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+        )
+
+    for check in ("0", "1"):
+        done = run(example, check)
+        assert done.returncode == 0, done.stderr
+    broken = run(example.replace("x_ptr + i, mask=i < size", "x_ptr + i"), "1")
+    assert " ".join(report.split()) in " ".join(broken.stderr.replace(f"{tmp_path}/", "").split())
 
 
 def test_the_map_of_the_readme_names_every_module() -> None:
