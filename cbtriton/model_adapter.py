@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from cbtriton.attention import HARMLESS_ARGUMENTS, AttentionCall
 from cbtriton.kv_cache import LayerGeometry
-from cbtriton.packed_linear import PackedLinears
+from cbtriton.packed_linear import LinearGroup, PackedLinears, record_linear_groups
 
 SUPPORTED_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 UNDERSTOOD_ARGUMENTS = frozenset({"scaling", "sliding_window", "softcap", "s_aux"}) | HARMLESS_ARGUMENTS
@@ -64,6 +64,7 @@ class ModelAdapter:
         self.text_config = model.config.get_text_config()
         self._name = f"{_NAME_PREFIX}{id(self):x}"
         self._limit = packed_weights_limit_bytes
+        self._linear_groups: list[LinearGroup] = []
         self._packed: PackedLinears | None = None
         self._undo: list[Callable[[], None]] = []
         self._weights_seen: tuple[tuple[int, int], ...] = ()
@@ -115,7 +116,7 @@ class ModelAdapter:
             self._undo.append(_eval_mode(self.model))
             if self.device.type == "cpu":
                 if self._packed is None:
-                    self._packed = PackedLinears(self.model, memory_limit_bytes=self._limit)
+                    self._packed = PackedLinears(self.model, memory_limit_bytes=self._limit, groups=self._linear_groups)
                 self._packed.install()
                 self._undo.append(self._packed.uninstall)
         except BaseException:
@@ -195,7 +196,8 @@ class ModelAdapter:
         self._switch_attention(recorder.forward)
         self._undo.append(_eval_mode(self.model))
         try:
-            self.forward(torch.zeros_like(positions), positions, positions[-1:])
+            with record_linear_groups(self.model) as self._linear_groups:
+                self.forward(torch.zeros_like(positions), positions, positions[-1:])
         finally:
             self.detach()
         if not recorder.calls:

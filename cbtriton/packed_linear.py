@@ -1,19 +1,23 @@
 """Linear layers of a CPU model, run by oneDNN from weights that were put into its own memory order once.
 
 Owns the packed copies and the `forward` replacements that use them. The engine installs them while it runs
-and removes them afterwards; the model's parameters, state dict and module types are never touched. Knows
-nothing of requests, caches or attention.
+and removes them afterwards; the model's parameters, state dict and module types are never touched. Layers that always
+get the same input, such as the projections to queries, keys and values, become one product. Knows nothing of requests,
+caches or attention.
 """
 
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MethodType, TracebackType
 from typing import Any, TypeGuard
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 _PACKABLE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -32,7 +36,56 @@ _ROWS_HINT = 16
 # than it saves (4 times slower at 64 rows). float32 weights need no such limit: even at 1 row, a gain from 2.
 _MIN_ROWS_UPCAST = 4
 
-_NUM_SAMPLED_ROWS = 4
+LinearGroup = tuple[nn.Linear, ...]
+
+
+@contextmanager
+def record_linear_groups(model: nn.Module) -> Iterator[list[LinearGroup]]:
+    """Notes which linear layers share their input in a forward pass that runs inside the context.
+
+    A group are layers of one parent module that were called one after the other with the same tensor. The list is
+    filled when the context ends; layers without a group are not in it.
+    """
+    parent_of = {child: parent for parent in model.modules() for child in parent.children()}
+    calls: list[_Call] = []
+
+    def note(module: nn.Linear, args: tuple[Tensor, ...]) -> None:
+        version = 0 if args[0].is_inference() else args[0]._version
+        calls.append(_Call(module, parent_of[module], args[0], version))
+
+    handles = [module.register_forward_pre_hook(note) for module in parent_of if type(module) is nn.Linear]
+    groups: list[LinearGroup] = []
+    try:
+        yield groups
+    finally:
+        for handle in handles:
+            handle.remove()
+    runs: list[list[_Call]] = []
+    for call in calls:
+        if runs and call.continues(runs[-1][-1]):
+            runs[-1].append(call)
+        else:
+            runs.append([call])
+    # What is called more than once in a pass is not always called with its group.
+    times = Counter(call.module for call in calls)
+    groups += [
+        tuple(call.module for call in run)
+        for run in runs
+        if len(run) > 1 and all(times[call.module] == 1 for call in run)
+    ]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Call:
+    """A layer's call in the recorded pass, with the version of its input: what was changed since is another one."""
+
+    module: nn.Linear
+    parent: nn.Module
+    input: Tensor
+    version: int
+
+    def continues(self, other: _Call) -> bool:
+        return self.input is other.input and self.version == other.version and self.parent is other.parent
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,12 +94,14 @@ class PackingReport:
 
     Attributes:
         layers: Linear layers that run from packed weights; 0 when nothing was packed.
+        products: Products that these take; fewer where layers that share their input are one product.
         bytes: Size of the packed copies.
         compute_dtype: Type the products are computed in, such as `float32`; `+` joins several, empty if none.
         reason: Why this was decided.
     """
 
     layers: int
+    products: int
     bytes: int
     compute_dtype: str
     reason: str
@@ -61,20 +116,24 @@ class PackedLinears:
     16-bit weights in their own type where oneDNN supports that on this CPU, else in float32 with the result
     rounded back, which is what a 16-bit product with float32 accumulation gives.
 
-    A packed layer runs its plain product whenever gradients, autocast or the compiler are involved. The
-    packed copies do not follow changes of the weights: call `refresh` or `repack` after one. Copies and
-    pickles of the model run plain products. Not thread-safe: install, refresh and uninstall between steps.
+    The layers of a group are multiplied together when the first of them is called; the others find their outputs if
+    they are called with the very same input, and multiply on their own if not.
+
+    A packed layer runs its plain product whenever gradients or autocast are involved. The packed copies do not follow
+    changes of the weights: uninstall before one and install again. Copies and pickles of the model run plain
+    products. Not thread-safe: install and uninstall between steps.
 
     Attributes:
         report: Decision of the latest `install`.
     """
 
-    def __init__(self, model: nn.Module, *, memory_limit_bytes: int) -> None:
+    def __init__(self, model: nn.Module, *, memory_limit_bytes: int, groups: Sequence[LinearGroup] = ()) -> None:
         """Prepares nothing yet; `install` does the work.
 
         Args:
             model: Its linear layers are looked up anew at each installation.
             memory_limit_bytes: If the packed copies together needed more than this, none is made.
+            groups: Layers that share their input, as `record_linear_groups` finds them.
 
         Raises:
             ValueError: The limit is negative.
@@ -83,14 +142,14 @@ class PackedLinears:
             raise ValueError(f"memory_limit_bytes must be at least 0, got {memory_limit_bytes}; set 0 to pack no layer")
         self._model = model
         self._memory_limit_bytes = memory_limit_bytes
-        self._forwards: list[_PackedForward] = []
-        self.report = PackingReport(0, 0, "", "not installed yet")
+        self._groups = groups
+        self._products: list[_Product] = []
+        self.report = PackingReport(0, 0, 0, "", "not installed yet")
 
     @property
     def packed_bytes(self) -> int:
         """Bytes of the packed copies held now."""
-        weights = {forward.weight for forward in self._forwards}
-        return sum(weight.packed.nbytes for weight in weights if weight is not None)
+        return sum(packed.nbytes for packed in {product.packed for product in self._products} if packed is not None)
 
     def install(self) -> PackingReport:
         """Packs the weights and lets the layers use them; without effect when installed.
@@ -98,37 +157,21 @@ class PackedLinears:
         Returns:
             What was decided, also kept as `report`. The model is unchanged if packing fails half-way.
         """
-        if not self._forwards:
-            modules = [module for module in self._model.modules() if _can_pack(module)]
-            self.report = _decide(modules, self._memory_limit_bytes)
+        if not self._products:
+            groups = _all_groups([module for module in self._model.modules() if _is_plain(module)], self._groups)
+            self.report = _decide(groups, self._memory_limit_bytes)
             if self.report.layers:
-                self._attach(modules)
+                self._attach(groups)
         return self.report
 
     def uninstall(self) -> None:
         """Gives the layers their own `forward` back and frees the copies; harmless when not installed."""
-        self._detach(self._forwards)
-
-    def repack(self) -> None:
-        """Packs all weights again after they changed; without effect when not installed."""
-        if self._forwards:
-            self.uninstall()
-            self.install()
-
-    def refresh(self) -> int:
-        """Packs those weights again that were changed or replaced since they were packed.
-
-        Sees every change that autograd's version counter sees and, by comparing a few rows of each weight,
-        whole-tensor writes that pass it by (`.data`, shared memory). Use `repack` after such a write to a few
-        rows only.
-
-        Returns:
-            The number of layers concerned. One that can no longer be packed runs its plain product.
-        """
-        stale = [forward for forward in self._forwards if not forward.is_current()]
-        self._detach(stale)
-        self._attach(forward.module for forward in stale if _can_pack(forward.module))
-        return len(stale)
+        for product in self._products:
+            product.packed = None
+            for forward in product.forwards:
+                if forward.module.__dict__.get("forward") is forward:
+                    del forward.module.forward
+        self._products = []
 
     def __enter__(self) -> PackedLinears:
         """Installs."""
@@ -141,135 +184,149 @@ class PackedLinears:
         """Uninstalls, whatever happened inside."""
         self.uninstall()
 
-    def _attach(self, modules: Iterable[nn.Linear]) -> None:
-        weights: dict[Tensor, _PackedWeight] = {}
-        forwards: list[_PackedForward] = []
-        for module in modules:
-            if module.weight not in weights:
-                weights[module.weight] = _PackedWeight.of(module.weight)
-            forwards.append(_PackedForward(module, weights[module.weight]))
-        for forward in forwards:
-            forward.module.forward = forward
-        self._forwards += forwards
-
-    def _detach(self, forwards: list[_PackedForward]) -> None:
-        for forward in forwards:
-            forward.weight = None
-            if forward.module.__dict__.get("forward") is forward:
-                del forward.module.forward
-        self._forwards = [forward for forward in self._forwards if forward.weight is not None]
+    def _attach(self, groups: Iterable[LinearGroup]) -> None:
+        packed: dict[tuple[Tensor, ...], Tensor] = {}
+        products: list[_Product] = []
+        for group in groups:
+            weights = tuple(module.weight for module in group)
+            if weights not in packed:
+                packed[weights] = _pack(weights)
+            products.append(_Product(group, packed[weights]))
+        for product in products:
+            for forward in product.forwards:
+                forward.module.forward = forward
+        self._products = products
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
+class _Waiting:
+    """Outputs of a product that its other layers have not come for yet."""
+
+    input: Tensor
+    outputs: tuple[Tensor, ...]
+
+
+class _Product:
+    """One product that serves one layer, or all layers of a group.
+
+    Attributes:
+        modules: The layers, in the order in which they are called.
+        packed: Their weights in oneDNN's order, stacked; None once uninstalled.
+        forwards: The `forward` of each layer.
+    """
+
+    def __init__(self, modules: LinearGroup, packed: Tensor) -> None:
+        self.modules = modules
+        self.packed: Tensor | None = packed
+        self.forwards = tuple(_PackedForward(module, self, index) for index, module in enumerate(modules))
+        self._sizes = [module.out_features for module in modules]
+        self._waiting: _Waiting | None = None
+
+    def output(self, index: int, input: Tensor, packed: Tensor) -> Tensor:
+        """What layer `index` gives for `input`, `[..., out_features]`."""
+        if len(self.modules) == 1:
+            return self._multiply(input, packed)
+        waiting = self._waiting
+        if index == 0 or waiting is None or waiting.input is not input:
+            waiting = _Waiting(input, self._multiply(input, packed).split(self._sizes, dim=-1))
+        # Nothing outlives the last layer: neither memory, nor anything that a compiler would have to keep.
+        self._waiting = None if index == len(self.modules) - 1 else waiting
+        return waiting.outputs[index]
+
+    def _multiply(self, input: Tensor, packed: Tensor) -> Tensor:
+        # Read at each call: somebody may have changed or replaced them.
+        weights = [module.weight for module in self.modules]
+        biases = [module.bias for module in self.modules if module.bias is not None]
+        multiply = torch.ops.cbtriton.packed_linear.default if torch.compiler.is_compiling() else _packed_linear
+        return multiply(input, packed, weights, biases, sum(self._sizes))
+
+
 class _PackedForward:
     """The `forward` of one layer while it is installed.
 
-    Without a weight it is the plain product: somebody may have wrapped it and go on calling it once removed.
+    Afterwards it is the plain product: somebody may have wrapped it and go on calling it.
     """
 
-    module: nn.Linear
-    weight: _PackedWeight | None
+    def __init__(self, module: nn.Linear, product: _Product, index: int) -> None:
+        self.module = module
+        self._product = product
+        self._index = index
 
     def __call__(self, input: Tensor) -> Tensor:
-        weight = self.weight
+        packed = self._product.packed
         if (
-            weight is None
-            or torch.compiler.is_compiling()
+            packed is None
+            or input.dtype is not self.module.weight.dtype
+            or torch.is_autocast_enabled("cpu")
             or (torch.is_grad_enabled() and self._requires_grad(input))
-            or not weight.serves(input)
         ):
             return nn.Linear.forward(self.module, input)
-        return weight.product(input, self.module._parameters["bias"])
+        return self._product.output(self._index, input, packed)
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         return MethodType, (nn.Linear.forward, self.module)
-
-    def is_current(self) -> bool:
-        return self.weight is not None and self.weight.mark.matches(self.module.weight)
 
     def _requires_grad(self, input: Tensor) -> bool:
         return input.requires_grad or any(parameter.requires_grad for parameter in self.module.parameters())
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _PackedWeight:
-    """A weight in oneDNN's order.
+def _packed_linear(input: Tensor, packed: Tensor, weights: list[Tensor], biases: list[Tensor], size: int) -> Tensor:
+    """`input` times the stacked weights plus the stacked biases, `[..., size]` in the input's dtype.
 
-    Attributes:
-        packed: Opaque tensor, in the type that the product is computed in.
-        dtype: Type of the original weight and of the inputs and outputs.
-        min_input_elements: Inputs with fewer elements than this are faster without packing.
-        mark: Tells whether the original still is what was packed.
+    Args:
+        input: `[..., in_features]`.
+        packed: What `_pack` made of `weights`.
+        weights: `[*, in_features]` each, `size` rows in all.
+        biases: One for each weight, or none.
+        size: So that nothing has to be read from tensors whose layout only oneDNN knows.
     """
-
-    packed: Tensor
-    dtype: torch.dtype
-    min_input_elements: int
-    mark: _WeightMark
-
-    @staticmethod
-    def of(weight: Tensor) -> _PackedWeight:
-        compute_dtype = _compute_dtype(weight.dtype)
-        min_rows = 0 if compute_dtype is weight.dtype else _MIN_ROWS_UPCAST
-        dense = weight.detach().to(compute_dtype)
-        return _PackedWeight(
-            packed=torch.ops.mkldnn._reorder_linear_weight(dense, _ROWS_HINT),
-            dtype=weight.dtype,
-            min_input_elements=min_rows * weight.shape[1],
-            mark=_WeightMark.of(weight),
-        )
-
-    def serves(self, input: Tensor) -> bool:
-        return (
-            input.dtype is self.dtype
-            and input.numel() >= self.min_input_elements
-            and not torch.is_autocast_enabled("cpu")
-        )
-
-    def product(self, input: Tensor, bias: Tensor | None) -> Tensor:
-        linear = torch.ops.mkldnn._linear_pointwise.default
-        compute_dtype = self.packed.dtype
-        if compute_dtype is self.dtype:
-            return linear(input, self.packed, bias, "none", [], "")
-        if bias is not None:
-            bias = bias.to(compute_dtype)
-        return linear(input.to(compute_dtype), self.packed, bias, "none", [], "").to(self.dtype)
+    linear, dtype = torch.ops.mkldnn._linear_pointwise.default, packed.dtype
+    if dtype is not input.dtype and input.numel() < _MIN_ROWS_UPCAST * input.shape[-1]:
+        return _stack([F.linear(input, *parts) for parts in zip(weights, *([biases] if biases else []), strict=True)])
+    bias = _stack(biases).to(dtype) if biases else None
+    return linear(input.to(dtype), packed, bias, "none", [], "").to(input.dtype)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _WeightMark:
-    """What a weight looked like when it was packed: where it was, its version, and a few of its rows."""
-
-    identity: tuple[int, int, torch.dtype, torch.Size]
-    rows: Tensor
-
-    @staticmethod
-    def of(weight: Tensor) -> _WeightMark:
-        return _WeightMark(_identity(weight), _sampled_rows(weight).clone())
-
-    def matches(self, weight: Tensor) -> bool:
-        return self.identity == _identity(weight) and torch.equal(self.rows, _sampled_rows(weight))
+def _stack(tensors: list[Tensor]) -> Tensor:
+    return tensors[0] if len(tensors) == 1 else torch.cat(tensors, dim=-1)
 
 
-def _identity(weight: Tensor) -> tuple[int, int, torch.dtype, torch.Size]:
-    version = 0 if weight.is_inference() else weight._version
-    return weight.data_ptr(), version, weight.dtype, weight.shape
+# Defined at the lowest level: a layer calls it several times per step, and `torch.library.custom_op` adds 60 us a call.
+_library = torch.library.Library("cbtriton", "FRAGMENT")
+_library.define("packed_linear(Tensor input, Tensor packed, Tensor[] weights, Tensor[] biases, int size) -> Tensor")
+_library.impl("packed_linear", _packed_linear, "CPU")
+_library.impl("packed_linear", _packed_linear, "MkldnnCPU")
 
 
-def _sampled_rows(weight: Tensor) -> Tensor:
-    return weight.detach()[:: max(1, len(weight) // _NUM_SAMPLED_ROWS)]
+@torch.library.register_fake("cbtriton::packed_linear")
+def _(input: Tensor, packed: Tensor, weights: list[Tensor], biases: list[Tensor], size: int) -> Tensor:
+    return input.new_empty(*input.shape[:-1], size)
 
 
-def _can_pack(module: nn.Module) -> TypeGuard[nn.Linear]:
+def _pack(weights: Sequence[Tensor]) -> Tensor:
+    dtype = _compute_dtype(weights[0].dtype)
+    dense = torch.cat([weight.detach().to(dtype) for weight in weights])
+    return torch.ops.mkldnn._reorder_linear_weight(dense, _ROWS_HINT)
+
+
+def _is_plain(module: nn.Module) -> TypeGuard[nn.Linear]:
     if type(module) is not nn.Linear or "forward" in module.__dict__ or module._forward_pre_hooks:
         return False
     weight = module._parameters.get("weight")
-    return (
-        type(weight) is nn.Parameter
-        and weight.device.type == "cpu"
-        and weight.dtype in _PACKABLE_DTYPES
-        and weight.numel() >= _MIN_WEIGHT_ELEMENTS
-    )
+    return type(weight) is nn.Parameter and weight.device.type == "cpu" and weight.dtype in _PACKABLE_DTYPES
+
+
+def _all_groups(modules: Sequence[nn.Linear], groups: Iterable[LinearGroup]) -> list[LinearGroup]:
+    """The layers that gain, each in one group: those that can be one product, then the others alone."""
+    plain = set(modules)
+    together = [group for group in groups if plain.issuperset(group) and _can_join(group)]
+    taken = {module for group in together for module in group}
+    every = together + [(module,) for module in modules if module not in taken]
+    return [group for group in every if sum(m.weight.numel() for m in group) >= _MIN_WEIGHT_ELEMENTS]
+
+
+def _can_join(group: LinearGroup) -> bool:
+    return len({(m.in_features, m.weight.dtype, m.bias is None) for m in group}) == 1
 
 
 def _compute_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -280,24 +337,28 @@ def _compute_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32
 
 
-def _decide(modules: list[nn.Linear], memory_limit_bytes: int) -> PackingReport:
+def _decide(groups: list[LinearGroup], memory_limit_bytes: int) -> PackingReport:
     if not torch.backends.mkldnn.is_available():
-        return PackingReport(0, 0, "", "this build of torch has no oneDNN")
+        return _refuse("this build of torch has no oneDNN")
     if platform.machine().lower() not in ("x86_64", "amd64"):
-        return PackingReport(0, 0, "", f"gains are known for x86-64 only, this is {platform.machine()}")
-    if not modules:
-        return PackingReport(0, 0, "", "no plain linear layer on the CPU is large enough to gain")
-    weights = {module.weight for module in modules}
+        return _refuse(f"gains are known for x86-64 only, this is {platform.machine()}")
+    if not groups:
+        return _refuse("no plain linear layer on the CPU is large enough to gain")
+    stacks = {tuple(module.weight for module in group) for group in groups}
+    weights = [weight for stack in stacks for weight in stack]
     needed = sum(weight.numel() * _compute_dtype(weight.dtype).itemsize for weight in weights)
     if needed > memory_limit_bytes:
-        reason = f"the packed copies need {needed:,} bytes, more than the limit of {memory_limit_bytes:,}"
-        return PackingReport(0, 0, "", reason)
+        return _refuse(f"the packed copies need {needed:,} bytes, more than the limit of {memory_limit_bytes:,}")
     compute_names = _names(_compute_dtype(weight.dtype) for weight in weights)
     upcast_names = _names(weight.dtype for weight in weights if _compute_dtype(weight.dtype) != weight.dtype)
     reason = "oneDNN multiplies faster from packed weights"
     if upcast_names:
         reason += f"; in float32 because it has no {'/'.join(upcast_names)} products on this CPU"
-    return PackingReport(len(modules), needed, "+".join(compute_names), reason)
+    return PackingReport(sum(map(len, groups)), len(groups), needed, "+".join(compute_names), reason)
+
+
+def _refuse(reason: str) -> PackingReport:
+    return PackingReport(0, 0, 0, "", reason)
 
 
 def _names(dtypes: Iterable[torch.dtype]) -> list[str]:

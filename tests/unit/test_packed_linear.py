@@ -5,13 +5,15 @@ from __future__ import annotations
 import copy
 import platform
 import threading
+import weakref
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from cbtriton.packed_linear import PackedLinears
+from cbtriton import packed_linear
+from cbtriton.packed_linear import PackedLinears, record_linear_groups
 
 IN, OUT = 512, 256
 LIMIT = 1 << 30
@@ -58,6 +60,40 @@ class Tied(nn.Module):
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         return self.head(torch.tanh(self.again(torch.tanh(self.up(self.embed(ids))))))
+
+
+class Siblings(nn.Module):
+    """Three layers with the same input, one of another width, and one that gets something else."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32, bias: bool = True) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.query, self.key, self.value = (nn.Linear(IN, out, bias) for out in (OUT, OUT // 2, OUT // 4))
+        self.down = nn.Linear(OUT, OUT, bias)
+        self.to(dtype).requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        query, key, value = self.query(x), self.key(x), self.value(x)
+        return query, key, value, self.down(query)
+
+    def exact(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(exact(layer, x) for layer in (self.query, self.key, self.value))
+
+
+def groups_of(model: nn.Module, *inputs: torch.Tensor) -> list[tuple[nn.Linear, ...]]:
+    with record_linear_groups(model) as groups, torch.no_grad():
+        model(*inputs)
+    return groups
+
+
+def grouped(model: Siblings) -> PackedLinears:
+    linears = PackedLinears(
+        model, memory_limit_bytes=LIMIT, groups=groups_of(model, make_input(2, dtype=model.key.weight.dtype))
+    )
+    report = linears.install()
+    # `down` is too small to gain.
+    assert (report.layers, report.products) == (3, 1)
+    return linears
 
 
 # ---------------------------------------------------------------- values
@@ -185,12 +221,17 @@ def test_wrong_input_type_gives_the_plain_layers_error() -> None:
         layer(make_input(6).double())
 
 
-def test_compiles_to_one_graph_of_plain_products() -> None:
-    layer, x = make_layer(), make_input(6)
-    with packed(layer):
-        layer.weight.mul_(3)
-        compiled = torch.compile(layer, fullgraph=True, backend="eager")
-        torch.testing.assert_close(compiled(x).double(), exact(layer, x), rtol=1e-5, atol=1e-5)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_compiled_packed_layers_are_one_graph_with_the_same_bits(dtype: torch.dtype) -> None:
+    model = Siblings(dtype)
+    # What another test compiled of the same code would count as a recompilation.
+    torch._dynamo.reset()
+    with grouped(model), torch.no_grad():
+        compiled = torch.compile(model, fullgraph=True, backend="aot_eager", dynamic=True)
+        with torch._dynamo.config.patch(error_on_recompile=True):
+            for rows in (6, 2, 9):
+                x = make_input(rows, dtype=dtype)
+                assert all(map(torch.equal, compiled(x), model(x)))
 
 
 # ---------------------------------------------------------------- nothing is left behind
@@ -364,76 +405,13 @@ def test_report_names_the_compute_types() -> None:
 # ---------------------------------------------------------------- weights that change
 
 
-def test_refresh_without_a_change_does_nothing() -> None:
-    with packed(Tied()) as linears:
-        assert linears.refresh() == 0
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("change", ["one_element", "data_copy", "data_replaced", "parameter", "shape"])
-def test_refresh_sees_the_change_and_only_that_layer(change: str, dtype: torch.dtype) -> None:
-    touched, untouched = make_layer(dtype), make_layer(dtype)
-    x = make_input(6, dtype=dtype)
-    new = make_layer(dtype).weight.flip(0).clone()
-    with packed(nn.ModuleList([touched, untouched])) as linears:
-        if change == "one_element":
-            touched.weight[1, 2] = 30
-        elif change == "data_copy":
-            touched.weight.data.copy_(new)
-        elif change == "data_replaced":
-            touched.weight.data = new
-        elif change == "parameter":
-            touched.weight = nn.Parameter(new, requires_grad=False)
-        else:
-            touched.weight = nn.Parameter(torch.cat([new, new]), requires_grad=False)
-            touched.bias = nn.Parameter(touched.bias.repeat(2), requires_grad=False)
-        assert linears.refresh() == 1
-        assert linears.refresh() == 0
-        for layer in (touched, untouched):
-            got = layer(x).double()
-            torch.testing.assert_close(got, exact(layer, x), rtol=torch.finfo(dtype).eps, atol=2e-5)
-
-
-def test_refresh_drops_a_layer_that_can_no_longer_be_packed() -> None:
-    layer = make_layer()
-    with packed(layer) as linears:
-        layer.double()
-        assert linears.refresh() == 1
-        assert linears.packed_bytes == 0
-        assert "forward" not in layer.__dict__
-        x = make_input(6).double()
-        assert torch.equal(layer(x), exact(layer, x))
-
-
-def test_refresh_keeps_shared_weights_shared_and_splits_them_when_they_part() -> None:
-    model, ids = Tied().requires_grad_(False), torch.arange(6)
-    with packed(model) as linears:
-        held = linears.packed_bytes
-        model.up.weight.mul_(0.5)
-        assert linears.refresh() == 2
-        assert linears.packed_bytes == held
-        model.again.weight = nn.Parameter(-model.up.weight, requires_grad=False)
-        assert linears.refresh() == 1
-        assert linears.packed_bytes == held + 4 * IN * IN
-        got = model(ids)
-    torch.testing.assert_close(got, model(ids), rtol=1e-4, atol=1e-4)
-
-
-def test_repack_reads_the_weights_again() -> None:
+def test_a_new_installation_reads_the_weights_again() -> None:
     layer, x = make_layer(), make_input(6)
-    with packed(layer) as linears:
-        layer.weight.data[OUT - 1, 0] = 30
-        linears.repack()
+    linears = packed(layer)
+    linears.uninstall()
+    layer.weight.data[OUT - 1, 0] = 30
+    with linears:
         torch.testing.assert_close(layer(x).double(), exact(layer, x), rtol=1e-5, atol=1e-5)
-
-
-def test_repack_when_not_installed_does_nothing() -> None:
-    model = Tied()
-    before = snapshot(model)
-    linears = PackedLinears(model, memory_limit_bytes=LIMIT)
-    linears.repack()
-    assert linears.refresh() == 0
-    assert snapshot(model) == before
 
 
 def test_bias_is_read_at_each_call() -> None:
@@ -441,3 +419,92 @@ def test_bias_is_read_at_each_call() -> None:
     with packed(layer):
         layer.bias.add_(3)
         torch.testing.assert_close(layer(x).double(), exact(layer, x), rtol=2**-8, atol=1e-5)
+
+
+# ---------------------------------------------------------------- layers that share their input
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("shape", [(1,), (3,), (4,), (33,), (1, 9), (0,)])
+def test_a_group_gives_what_its_layers_give(shape: tuple[int, ...], bias: bool, dtype: torch.dtype) -> None:
+    model, x = Siblings(dtype, bias), make_input(*shape, dtype=dtype)
+    with grouped(model):
+        outputs = model(x)
+    for output, expected in zip(outputs, model.exact(x), strict=False):
+        rounding = torch.finfo(dtype).eps
+        torch.testing.assert_close(output.double(), expected, rtol=max(rounding, 1e-5), atol=max(rounding, 1e-5))
+
+
+def test_a_group_takes_one_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x, calls = Siblings(), make_input(5), []
+    multiply = packed_linear._packed_linear
+    monkeypatch.setattr(packed_linear, "_packed_linear", lambda *args: calls.append(1) or multiply(*args))
+    with grouped(model):
+        model(x)
+    assert len(calls) == 1
+
+
+def test_members_called_out_of_order_or_with_other_inputs_are_right() -> None:
+    model, x, y = Siblings(), make_input(5), make_input(5, seed=2)
+    with grouped(model):
+        for layer, input in [
+            (model.value, x),
+            (model.query, x),
+            (model.key, y),
+            (model.value, x),
+            (model.query, y),
+            (model.key, y),
+        ]:
+            torch.testing.assert_close(layer(input).double(), exact(layer, input), rtol=1e-5, atol=1e-5)
+        # The same tensor with other contents, as static buffers have it.
+        y.copy_(x)
+        for layer in (model.query, model.key):
+            torch.testing.assert_close(layer(y).double(), exact(layer, x), rtol=1e-5, atol=1e-5)
+
+
+def test_a_group_that_was_read_whole_keeps_nothing() -> None:
+    model, x = Siblings(), make_input(5)
+    watched = weakref.ref(x)
+    with grouped(model):
+        model(x)
+        del x
+        assert watched() is None
+
+
+def test_only_neighbours_of_one_parent_with_the_same_unchanged_input_are_groups() -> None:
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second, self.changed, self.twice = (nn.Linear(IN, IN) for _ in range(4))
+            self.child = Siblings()
+            self.requires_grad_(False)
+
+        def forward(self, x: torch.Tensor) -> None:
+            self.child(x)
+            self.first(x), self.second(x)
+            x.add_(1)
+            self.changed(x)
+            self.first(x.clone()), self.twice(x), self.twice(x)
+
+    model = Mixed()
+    child = model.child
+    assert groups_of(model, make_input(3)) == [(child.query, child.key, child.value)]
+
+
+def test_layers_that_cannot_be_stacked_stay_apart() -> None:
+    model = Siblings()
+    model.key.bias = None
+    groups = groups_of(model, make_input(2))
+    assert PackedLinears(model, memory_limit_bytes=LIMIT, groups=groups).install().products == 1
+    assert [layer for layer in (model.query, model.key, model.value) if "forward" in layer.__dict__] == [model.query]
+
+
+def test_gradients_of_a_group_are_those_of_the_plain_layers() -> None:
+    model = Siblings().requires_grad_(True)
+    x = make_input(5).requires_grad_()
+    plain = torch.autograd.grad(sum(out.sum() for out in model(x)), [x, *model.parameters()])
+    with grouped(model):
+        mine = torch.autograd.grad(sum(out.sum() for out in model(x)), [x, *model.parameters()])
+    for got, expected in zip(mine, plain, strict=True):
+        torch.testing.assert_close(got, expected)
