@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import platform
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MethodType, TracebackType
@@ -168,9 +168,10 @@ class PackedLinears:
         """Gives the layers their own `forward` back and frees the copies; harmless when not installed."""
         for product in self._products:
             product.packed = None
-            for forward in product.forwards:
-                if forward.module.__dict__.get("forward") is forward:
-                    del forward.module.forward
+            for module in product.modules:
+                del module.__dict__[_PLACE]
+                if getattr(module.__dict__.get("forward"), "__func__", None) is _forward:
+                    del module.forward
         self._products = []
 
     def __enter__(self) -> PackedLinears:
@@ -193,8 +194,11 @@ class PackedLinears:
                 packed[weights] = _pack(weights)
             products.append(_Product(group, packed[weights]))
         for product in products:
-            for forward in product.forwards:
-                forward.module.forward = forward
+            for index, module in enumerate(product.modules):
+                setattr(module, _PLACE, _Place(product, index))
+                # A method and not an object of ours: a graph that was compiled for one layer serves others only if
+                # they run the same function.
+                module.forward = MethodType(_forward, module)
         self._products = products
 
 
@@ -212,13 +216,11 @@ class _Product:
     Attributes:
         modules: The layers, in the order in which they are called.
         packed: Their weights in oneDNN's order, stacked; None once uninstalled.
-        forwards: The `forward` of each layer.
     """
 
     def __init__(self, modules: LinearGroup, packed: Tensor) -> None:
         self.modules = modules
         self.packed: Tensor | None = packed
-        self.forwards = tuple(_PackedForward(module, self, index) for index, module in enumerate(modules))
         self._sizes = [module.out_features for module in modules]
         self._waiting: _Waiting | None = None
 
@@ -241,33 +243,41 @@ class _Product:
         return multiply(input, packed, weights, biases, sum(self._sizes))
 
 
-class _PackedForward:
-    """The `forward` of one layer while it is installed.
+# Attribute of a layer that says where its outputs come from, while that is so.
+_PLACE = "_cbtriton_packed"
 
-    Afterwards it is the plain product: somebody may have wrapped it and go on calling it.
-    """
 
-    def __init__(self, module: nn.Linear, product: _Product, index: int) -> None:
-        self.module = module
-        self._product = product
-        self._index = index
+@dataclass(frozen=True, slots=True, eq=False)
+class _Place:
+    """Which output of which product is a layer's. Copies and pickles have none: they follow their own weights."""
 
-    def __call__(self, input: Tensor) -> Tensor:
-        packed = self._product.packed
-        if (
-            packed is None
-            or input.dtype is not self.module.weight.dtype
-            or torch.is_autocast_enabled("cpu")
-            or (torch.is_grad_enabled() and self._requires_grad(input))
-        ):
-            return nn.Linear.forward(self.module, input)
-        return self._product.output(self._index, input, packed)
+    product: _Product | None
+    index: int
 
-    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        return MethodType, (nn.Linear.forward, self.module)
+    def __reduce__(self) -> tuple[type[_Place], tuple[None, int]]:
+        return _Place, (None, self.index)
 
-    def _requires_grad(self, input: Tensor) -> bool:
-        return input.requires_grad or any(parameter.requires_grad for parameter in self.module.parameters())
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Place:
+        return _Place(None, self.index)
+
+
+def _forward(self: nn.Linear, input: Tensor) -> Tensor:
+    """`forward` of a layer while it is packed, and the plain product where somebody goes on calling it afterwards."""
+    place = self.__dict__.get(_PLACE)
+    product = None if place is None else place.product
+    packed = None if product is None else product.packed
+    if (
+        packed is None
+        or input.dtype is not self.weight.dtype
+        or torch.is_autocast_enabled("cpu")
+        or (torch.is_grad_enabled() and _requires_grad(self, input))
+    ):
+        return nn.Linear.forward(self, input)
+    return product.output(place.index, input, packed)
+
+
+def _requires_grad(module: nn.Linear, input: Tensor) -> bool:
+    return input.requires_grad or any(parameter.requires_grad for parameter in module.parameters())
 
 
 def _packed_linear(input: Tensor, packed: Tensor, weights: list[Tensor], biases: list[Tensor], size: int) -> Tensor:
