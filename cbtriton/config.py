@@ -345,6 +345,11 @@ class ModelFacts:
     available_memory_bytes: int
     logits_dtype_bytes: int = 4
 
+    @property
+    def activation_bytes_per_token(self) -> int:
+        """Bytes of one token's live activations: in fp32 about 8 tensors of the hidden width and 4 of the other."""
+        return 4 * (8 * self.hidden_size + 4 * self.intermediate_size)
+
 
 @dataclass(frozen=True, slots=True)
 class Decision:

@@ -74,9 +74,7 @@ class Engine:
         self._scheduler = Scheduler(
             SCHEDULERS.get(config.scheduler_type),
             self._blocks,
-            SchedulerLimits(
-                config.max_batch_tokens, config.max_requests, config.safety_margin, config.max_decode_blocks
-            ),
+            SchedulerLimits.of(config),
             stop_check,
         )
         self._padding = PaddingPolicy.of(config)

@@ -267,9 +267,7 @@ def _max_batch_tokens(
     cache_bytes = num_blocks * config.page_size * facts.kv_bytes_per_token
     logits_bytes = max_requests * facts.vocab_size * facts.logits_dtype_bytes
     room = facts.available_memory_bytes - cache_bytes - logits_bytes
-    # Live activations of one layer in fp32: about 8 tensors of the hidden and 4 of the intermediate width.
-    token_bytes = 4 * (8 * facts.hidden_size + 4 * facts.intermediate_size)
-    fitting = room // token_bytes
+    fitting = room // facts.activation_bytes_per_token
     if fitting < _MIN_BATCH_TOKENS:
         why = f"the least; {max(0, room)} bytes besides cache and logits"
         return log.decide("max_batch_tokens", None, _MIN_BATCH_TOKENS, why)
