@@ -238,7 +238,7 @@ def simulate(config: EngineConfig, trace: Sequence[TraceRequest]) -> Simulation:
     num_skipped = 0
     while arrivals or scheduler.has_requests:
         if not scheduler.has_requests:
-            num_skipped = max(num_skipped, arrivals[0][0] - len(steps))
+            num_skipped = arrivals[0][0] - len(steps)
         while arrivals and arrivals[0][0] <= len(steps) + num_skipped:
             scheduler.add(arrivals.popleft()[1])
         num_preempted = scheduler.counters.preemptions

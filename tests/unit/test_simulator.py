@@ -110,14 +110,18 @@ def test_unknown_answers_match_nobody_and_known_ones_are_found_again():
     assert known.prefix_cached_tokens == 16
 
 
-def test_an_unknown_answer_is_found_again_by_its_own_request_after_a_preemption():
+def test_an_unknown_answer_is_found_again_after_a_preemption_by_its_own_request_only():
     config = configuration(num_blocks=8, max_model_len=32, max_blocks_per_request=8)
-    trace = trace_of([[1] * 8, [2] * 8], [20, 16])
+    trace = trace_of([[1] * 8, [1] * 8], [20, 16])
+
+    def with_answers(first: int, second: int):
+        return [replace(trace[0], generated_ids=(first,) * 20), replace(trace[1], generated_ids=(second,) * 16)]
+
     result = simulate(config, trace)
-    known = simulate(config, [replace(trace[0], generated_ids=(3,) * 20), replace(trace[1], generated_ids=(4,) * 16)])
     assert result.preemptions > 0
-    assert result.prefix_cached_tokens > 0
-    assert result == known
+    assert result.prefix_cached_tokens > 8
+    assert result == simulate(config, with_answers(3, 4))
+    assert result != simulate(config, with_answers(3, 3))
 
 
 def test_requests_arrive_before_their_step_and_at_once_where_nothing_else_is_left():
