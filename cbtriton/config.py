@@ -345,6 +345,11 @@ class ModelFacts:
     available_memory_bytes: int
     logits_dtype_bytes: int = 4
 
+    @property
+    def activation_bytes_per_token(self) -> int:
+        """Bytes of one token's live activations: in fp32 about 8 tensors of the hidden width and 4 of the other."""
+        return 4 * (8 * self.hidden_size + 4 * self.intermediate_size)
+
 
 @dataclass(frozen=True, slots=True)
 class Decision:
@@ -372,8 +377,9 @@ class EngineConfig:
         use_decode_path: Whether steps of one token per request take the decode path.
         share_blocks: Whether equal prefixes share blocks.
         async_depth: Steps that may be in flight while the next one is planned.
-        q_interval: Query tokens and rows are padded to multiples of this; 1: exact sizes.
-        kv_interval: Context lengths are padded to multiples of this many tokens; 1: exact sizes.
+        padded_paths: The paths whose steps are padded; the others run at exact sizes.
+        q_interval: Query tokens of a padded step are a multiple of this.
+        kv_interval: The longest context of a padded step is a multiple of this many tokens.
         scheduler_type: Name of the scheduling policy.
         safety_margin: Share of the blocks, 0 to 1, that new prefills leave free.
         return_logprobs: Whether log-probabilities are computed.
@@ -394,6 +400,7 @@ class EngineConfig:
     use_decode_path: bool
     share_blocks: bool
     async_depth: Literal[0, 1]
+    padded_paths: tuple[Literal["varlen", "decode"], ...]
     q_interval: int
     kv_interval: int
     scheduler_type: str

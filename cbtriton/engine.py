@@ -74,14 +74,10 @@ class Engine:
         self._scheduler = Scheduler(
             SCHEDULERS.get(config.scheduler_type),
             self._blocks,
-            SchedulerLimits(
-                config.max_batch_tokens, config.max_requests, config.safety_margin, config.max_decode_blocks
-            ),
+            SchedulerLimits.of(config),
             stop_check,
         )
-        self._padding = PaddingPolicy(
-            config.q_interval, config.kv_interval, config.max_batch_tokens, config.max_requests
-        )
+        self._padding = PaddingPolicy.of(config)
         self._cache = KVCache(layout.geometries, config.num_blocks, config.page_size, adapter.device)
         table = RequestTable(
             config.max_requests, config.max_model_len + 1, config.max_blocks_per_request, adapter.device
@@ -199,7 +195,10 @@ class Engine:
             num_rows=len(plan.rows),
             prefill_tokens=plan.num_tokens - decode_tokens,
             decode_tokens=decode_tokens,
+            bucket=bucket.name,
             padding_tokens=bucket.num_tokens - plan.num_tokens,
+            kv_tokens=plan.max_seq_len,
+            padding_kv_tokens=bucket.max_kv - plan.max_seq_len,
             num_preempted=0,
             blocks_in_use=self._blocks.num_in_use,
             blocks_cached=self._blocks.num_cached,
@@ -217,13 +216,14 @@ class Engine:
         stats.prefill_tokens += record.prefill_tokens
         stats.decode_tokens += record.decode_tokens
         stats.padding_tokens += record.padding_tokens
+        stats.kv_tokens += record.kv_tokens
+        stats.padding_kv_tokens += record.padding_kv_tokens
         stats.schedule_time += record.schedule_time
         stats.prepare_time += record.prepare_time
         stats.run_time += record.run_time
         stats.update_time += record.update_time
-        if self._padding.q_interval > 1 or self._padding.kv_interval > 1:
-            name = f"{record.path}:{record.prefill_tokens + record.decode_tokens + record.padding_tokens}"
-            stats.buckets[name] = stats.buckets.get(name, 0) + 1
+        if record.path in self._padding.padded_paths:
+            stats.buckets[record.bucket] = stats.buckets.get(record.bucket, 0) + 1
 
     # ------------------------------------------------------------------------------------------------- facts
 

@@ -24,12 +24,15 @@ from cbtriton.config import (
 )
 
 _Value = TypeVar("_Value")
+_Path = Literal["varlen", "decode"]
 
 _MAX_REQUESTS = 1024
 _MIN_BATCH_TOKENS = 256
 _MAX_BATCH_TOKENS = 8192
 _MAX_BATCH_TOKENS_CPU = 2048
 _SHARED_MEMORY_DEVICES = ("cpu", "mps")
+_Q_INTERVAL = 64
+_KV_INTERVAL = 16384
 
 
 @dataclass(slots=True)
@@ -79,6 +82,7 @@ def resolve(
     max_requests = _max_requests(config, wanted_requests, requests_why, num_blocks, log)
     max_model_len = _max_model_len(config, facts, num_blocks, log)
     max_decode_blocks = _max_decode_blocks(config, hints, max_model_len, log)
+    padded_paths = _padded_paths(config, (), log)
     return EngineConfig(
         page_size=config.page_size,
         num_blocks=num_blocks,
@@ -90,8 +94,9 @@ def resolve(
         use_decode_path=max_decode_blocks > 0,
         share_blocks=config.allow_block_sharing,
         async_depth=_async_depth(config, log),
-        q_interval=_interval("q_padding_interval_size", config.q_padding_interval_size, log),
-        kv_interval=_interval("kv_padding_interval_size", config.kv_padding_interval_size, log),
+        padded_paths=padded_paths,
+        q_interval=_interval(config, "q_padding_interval_size", _Q_INTERVAL if padded_paths else 1, log),
+        kv_interval=_interval(config, "kv_padding_interval_size", _KV_INTERVAL if padded_paths else 1, log),
         scheduler_type=config.scheduler_type,
         safety_margin=_safety_margin(config, default_margin, log),
         return_logprobs=config.return_logprobs,
@@ -262,9 +267,7 @@ def _max_batch_tokens(
     cache_bytes = num_blocks * config.page_size * facts.kv_bytes_per_token
     logits_bytes = max_requests * facts.vocab_size * facts.logits_dtype_bytes
     room = facts.available_memory_bytes - cache_bytes - logits_bytes
-    # Live activations of one layer in fp32: about 8 tensors of the hidden and 4 of the intermediate width.
-    token_bytes = 4 * (8 * facts.hidden_size + 4 * facts.intermediate_size)
-    fitting = room // token_bytes
+    fitting = room // facts.activation_bytes_per_token
     if fitting < _MIN_BATCH_TOKENS:
         why = f"the least; {max(0, room)} bytes besides cache and logits"
         return log.decide("max_batch_tokens", None, _MIN_BATCH_TOKENS, why)
@@ -282,10 +285,26 @@ def _async_depth(config: ContinuousBatchingConfig, log: _Log) -> Literal[0, 1]:
     return 1 if config.use_async_batching else 0
 
 
-def _interval(name: str, asked: int, log: _Log) -> int:
+def _padded_paths(config: ContinuousBatchingConfig, prepared_paths: tuple[_Path, ...], log: _Log) -> tuple[_Path, ...]:
+    """The paths whose steps are padded: all where an interval above 1 was asked for, else those that gain by it.
+
+    Args:
+        config: What was asked for.
+        prepared_paths: The paths that are compiled for fixed sizes or captured.
+        log: Where the decision goes.
+    """
+    if max(config.q_padding_interval_size, config.kv_padding_interval_size) > 1:
+        return "varlen", "decode"
+    if prepared_paths:
+        return log.decide("padded_paths", None, prepared_paths, "compiled for fixed sizes or captured")
+    return log.decide("padded_paths", None, (), "nothing is compiled or captured, so steps run at their exact sizes")
+
+
+def _interval(config: ContinuousBatchingConfig, name: str, preset: int, log: _Log) -> int:
+    asked = getattr(config, name)
     if asked > 0:
         return asked
-    return log.decide(name, asked, 1, "nothing is compiled or captured, so steps run at their exact sizes")
+    return log.decide(name, asked, preset, "the preset" if preset > 1 else "no step is padded")
 
 
 def _safety_margin(config: ContinuousBatchingConfig, default_margin: float, log: _Log) -> float:

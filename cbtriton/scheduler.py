@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from cbtriton.block_manager import BlockManager
+from cbtriton.config import EngineConfig
 from cbtriton.plan import BatchPlan, BlockCopy, BlockTableUpdate, Idle, RowStart, SampledToken, ScheduledRow, StepResult
 from cbtriton.request import FinishReason, GenerationOutput, Request, RequestStatus
 from cbtriton.stopping import StopDecision
@@ -101,6 +102,11 @@ class SchedulerLimits:
     max_requests: int
     safety_margin: float
     max_decode_blocks: int
+
+    @classmethod
+    def of(cls, config: EngineConfig) -> SchedulerLimits:
+        """The budgets that an engine's configuration describes."""
+        return cls(config.max_batch_tokens, config.max_requests, config.safety_margin, config.max_decode_blocks)
 
 
 @dataclass(slots=True)

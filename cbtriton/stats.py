@@ -20,7 +20,10 @@ class StepRecord:
         num_rows: Requests in the step.
         prefill_tokens: Tokens run of rows that had more than one token left to run.
         decode_tokens: Tokens run of rows that had exactly one left.
+        bucket: Name of the sizes that the step ran at.
         padding_tokens: Tokens added to reach the bucket's size.
+        kv_tokens: Tokens of the longest context.
+        padding_kv_tokens: Tokens that the bucket's longest context may have beyond that.
         num_preempted: Requests that lost their blocks while this step was planned.
         blocks_in_use: Blocks referenced by requests.
         blocks_cached: Blocks that hold a reusable prefix and belong to no request.
@@ -37,7 +40,10 @@ class StepRecord:
     num_rows: int
     prefill_tokens: int
     decode_tokens: int
+    bucket: str
     padding_tokens: int
+    kv_tokens: int
+    padding_kv_tokens: int
     num_preempted: int
     blocks_in_use: int
     blocks_cached: int
@@ -47,10 +53,23 @@ class StepRecord:
     run_time: float
     update_time: float
 
+    @property
+    def padding_waste(self) -> float:
+        """(padded - real) / padded of the query tokens, 0…1."""
+        return waste(self.padding_tokens, self.prefill_tokens + self.decode_tokens)
+
+    @property
+    def kv_padding_waste(self) -> float:
+        """(padded - real) / padded of the longest context, 0…1."""
+        return waste(self.padding_kv_tokens, self.kv_tokens)
+
 
 @dataclass(slots=True)
 class EngineStats:
-    """Totals since the engine was made. `prompt_tokens` counts admitted prompts once, even after a preemption."""
+    """Totals since the engine was made. `prompt_tokens` counts admitted prompts once, even after a preemption.
+
+    `buckets` counts the padded steps by the name of their bucket; `kv_tokens` adds up the longest context of each step.
+    """
 
     steps: int = 0
     decode_steps: int = 0
@@ -65,6 +84,8 @@ class EngineStats:
     prefix_cached_tokens: int = 0
     prefix_queried_tokens: int = 0
     padding_tokens: int = 0
+    kv_tokens: int = 0
+    padding_kv_tokens: int = 0
     dropped_tokens: int = 0
     preemptions: int = 0
     offloads: int = 0
@@ -90,12 +111,20 @@ class EngineStats:
 
     @property
     def padding_waste(self) -> float:
-        """(padded - real) / padded over all steps, 0…1."""
-        real = self.prefill_tokens + self.decode_tokens
-        padded = real + self.padding_tokens
-        return self.padding_tokens / padded if padded else 0.0
+        """(padded - real) / padded of the query tokens over all steps, 0…1."""
+        return waste(self.padding_tokens, self.prefill_tokens + self.decode_tokens)
+
+    @property
+    def kv_padding_waste(self) -> float:
+        """(padded - real) / padded of the longest contexts over all steps, 0…1."""
+        return waste(self.padding_kv_tokens, self.kv_tokens)
 
     @property
     def cache_use(self) -> float:
         """Share of the blocks that requests hold, 0…1."""
         return self.blocks_in_use / self.blocks_total if self.blocks_total else 0.0
+
+
+def waste(padding: int, real: int) -> float:
+    """(padded - real) / padded, 0…1; 0 where there is nothing."""
+    return padding / (padding + real) if padding else 0.0

@@ -42,6 +42,7 @@ PLACES = {
     "padding": Place("any", 2),
     **dict.fromkeys(("block_manager", "swap", "resolve", "sampling", "stopping"), Place("host", 3)),
     "scheduler": Place("host", 4),
+    "simulator": Place("host", 5),
     **dict.fromkeys(("kernel_set", "forward_context", "kv_cache", "request_table"), Place("device", 3)),
     **dict.fromkeys(("attention", "step_inputs", "compile", "packed_linear"), Place("device", 4)),
     "model_adapter": Place("device", 5),
@@ -133,7 +134,7 @@ def test_the_import_rule_notices_a_wrong_import() -> None:
     }
 
 
-@pytest.mark.parametrize("module", ["cbtriton", "cbtriton.scheduler", "cbtriton.resolve", "cbtriton.sampling"])
+@pytest.mark.parametrize("module", ["cbtriton", "cbtriton.scheduler", "cbtriton.simulator", "cbtriton.sampling"])
 def test_the_host_side_runs_without_loading_torch_or_transformers(module: str) -> None:
     code = f"import sys, {module}; print(sorted({{'torch', 'transformers', 'hydra'}} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True)

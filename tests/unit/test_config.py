@@ -313,6 +313,7 @@ def test_engine_config_describes_its_decisions_in_aligned_columns_and_as_json():
         use_decode_path=True,
         share_blocks=True,
         async_depth=0,
+        padded_paths=(),
         q_interval=1,
         kv_interval=1,
         scheduler_type="fifo",

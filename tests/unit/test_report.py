@@ -55,7 +55,7 @@ STATS = EngineStats(
 
 
 def step(index: int, start: float, **changes: int) -> StepRecord:
-    base = StepRecord(index, start, "varlen", 3, 100, 2, 5, 0, 4, 1, 2, 0.1, 0.1, 0.2, 0.1)
+    base = StepRecord(index, start, "varlen", 3, 100, 2, "varlen:107x4x64", 5, 60, 4, 0, 4, 1, 2, 0.1, 0.1, 0.2, 0.1)
     return replace(base, **changes)  # type: ignore[arg-type]
 
 

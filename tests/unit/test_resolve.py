@@ -190,6 +190,20 @@ def test_steps_run_at_exact_sizes_unless_an_interval_is_asked_for(asked, interva
     assert (config.q_interval, config.kv_interval) == (interval, interval)
     decided = [d for d in config.decisions if d.field == "q_padding_interval_size"]
     assert len(decided) == (1 if asked == 0 else 0)
+    assert config.padded_paths == (("varlen", "decode") if interval > 1 else ())
+
+
+@pytest.mark.parametrize(
+    ("settings", "intervals"),
+    [
+        ({"q_padding_interval_size": 32}, (32, 16384)),
+        ({"kv_padding_interval_size": 4096}, (64, 4096)),
+        ({"q_padding_interval_size": 1, "kv_padding_interval_size": 4096}, (1, 4096)),
+    ],
+)
+def test_an_interval_left_open_beside_one_that_was_asked_for_is_the_preset(settings, intervals):
+    config = run(**settings)
+    assert (config.q_interval, config.kv_interval) == intervals
 
 
 @pytest.mark.parametrize(("asked", "depth"), [(None, 0), (False, 0), (True, 1)])
@@ -252,6 +266,7 @@ def test_every_inferred_field_has_its_decision_and_explicit_ones_have_none():
         "max_blocks_per_request",
         "max_batch_tokens",
         "use_async_batching",
+        "padded_paths",
         "q_padding_interval_size",
         "kv_padding_interval_size",
         "safety_margin",
