@@ -2,7 +2,9 @@
 
 The engine's own `PagedAttention` object is registered with transformers under a name of its own for as long as the
 engine is attached to the model. It holds the step's context itself, because some models drop unknown keyword
-arguments on the way, and it finds the layer by call order, because layer indices are missing or repeat in others.
+arguments on the way. Pages hang on the attention modules, so that a graph compiled for one layer serves all; where a
+module is called more than once in a pass they are found by call order. Layer indices are missing or repeat in some
+models.
 """
 
 from __future__ import annotations
@@ -48,6 +50,26 @@ class AttentionCall:
     softcap: float
 
 
+# Attribute of an attention module that holds its pages while an engine is attached.
+_PAGES = "_cbtriton_pages"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PagedLayer:
+    """One attention call's pages and static properties. Copies and pickles of a model have none."""
+
+    key: Tensor
+    value: Tensor
+    window: int
+    softcap: float
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        return None
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()
+
+
 class PagedAttention:
     """Writes a step's keys and values to the cache and attends over it, one call per layer.
 
@@ -55,19 +77,53 @@ class PagedAttention:
         kernels: The chosen kernels.
         layers: Cache of each attention call, in call order.
         calls: Static properties of each call, in call order.
+        modules: The module of each call, in call order.
     """
 
-    def __init__(self, kernels: KernelSet, layers: tuple[LayerCache, ...], calls: tuple[AttentionCall, ...]) -> None:
+    def __init__(
+        self,
+        kernels: KernelSet,
+        layers: tuple[LayerCache, ...],
+        calls: tuple[AttentionCall, ...],
+        modules: tuple[nn.Module, ...],
+    ) -> None:
         self._kernels = kernels
-        self._layers = layers
-        self._calls = calls
+        self._layers = tuple(
+            PagedLayer(layer.key, layer.value, call.window, call.softcap)
+            for layer, call in zip(layers, calls, strict=True)
+        )
+        self._modules = modules
+        self._is_bound = len(set(modules)) == len(modules)
         self._context: ForwardContext | None = None
         self._next_call = 0
+
+    def attach(self) -> None:
+        """Hangs the pages on the modules."""
+        if self._is_bound:
+            for module, layer in zip(self._modules, self._layers, strict=True):
+                setattr(module, _PAGES, layer)
+
+    def detach(self) -> None:
+        """Takes them off again; harmless when they are."""
+        for module in self._modules:
+            module.__dict__.pop(_PAGES, None)
 
     def begin(self, context: ForwardContext) -> None:
         """Makes `context` the one that the coming forward pass works on."""
         self._context = context
         self._next_call = 0
+
+    def end(self) -> None:
+        """Forgets the context: a compiled step would otherwise have to hand out all of its tensors."""
+        self._context = None
+        self._next_call = 0
+
+    def _layer_of(self, module: nn.Module) -> PagedLayer:
+        if self._is_bound:
+            return getattr(module, _PAGES)
+        layer = self._layers[self._next_call]
+        self._next_call += 1
+        return layer
 
     def forward(
         self,
@@ -83,7 +139,7 @@ class PagedAttention:
         """Transformers' attention function.
 
         Args:
-            module: The calling attention layer; not used.
+            module: The calling attention layer.
             query: `[1, num_heads, num_tokens, key_dim]`, any strides with the last one 1.
             key: `[1, num_kv_heads, num_tokens, key_dim]`, likewise.
             value: `[1, num_kv_heads, num_tokens, value_dim]`, likewise.
@@ -97,13 +153,12 @@ class PagedAttention:
         context = self._context
         if context is None:
             raise RuntimeError("paged attention was called outside an engine step; detach the engine first")
-        layer, call = self._layers[self._next_call], self._calls[self._next_call]
-        self._next_call += 1
+        layer = self._layer_of(module)
         self._kernels.kv_write(key[0].transpose(0, 1), value[0].transpose(0, 1), layer.key, layer.value, context.slots)
         tokens = query[0].transpose(0, 1)
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         where = (layer.key, layer.value, context.block_tables, context.rows)
-        how = (context.attention_plan, scale, call.window, call.softcap, s_aux, context.max_kv)
+        how = (context.attention_plan, scale, layer.window, layer.softcap, s_aux, context.max_kv)
         if context.path == "decode":
             out = self._kernels.decode_attention(tokens, *where, context.seq_lens, *how)
         else:

@@ -8,9 +8,10 @@ choice made on the caller's behalf is a `Decision`. This module knows nothing of
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
@@ -332,6 +333,7 @@ class ModelFacts:
         device_type: Such as "cpu" or "cuda".
         available_memory_bytes: Memory that this process may still take on the device.
         logits_dtype_bytes: Bytes of one logit.
+        has_repeated_layers: Whether the model is a list of layers that can be compiled one by one.
     """
 
     vocab_size: int
@@ -344,6 +346,7 @@ class ModelFacts:
     device_type: str
     available_memory_bytes: int
     logits_dtype_bytes: int = 4
+    has_repeated_layers: bool = False
 
     @property
     def activation_bytes_per_token(self) -> int:
@@ -359,6 +362,48 @@ class Decision:
     asked: object
     resolved: object
     why: str
+
+
+CompileRegion = Literal["layer", "step"]
+
+
+@dataclass(frozen=True, slots=True)
+class CompileSettings:
+    """How one path is compiled: arguments of `torch.compile`.
+
+    Attributes:
+        backend: Name of a backend, or a function.
+        mode: The backend's mode; None for backends other than Inductor, and beside `options`.
+        dynamic: True: one graph for all sizes; False: one per size; None: as `torch.compile` sees fit.
+        fullgraph: Whether code that cannot be one graph is an error.
+        options: The backend's options.
+    """
+
+    backend: str | Callable[..., Any]
+    mode: str | None
+    dynamic: bool | None
+    fullgraph: bool
+    options: dict[str, Any] | None = None
+
+    @classmethod
+    def of_level(cls, level: int) -> CompileSettings | None:
+        """What a `default_compile_level` stands for."""
+        if level == 0:
+            return None
+        mode = "default" if level == 1 else "max-autotune-no-cudagraphs"
+        return cls("inductor", mode, dynamic=level < 3, fullgraph=True)
+
+    @classmethod
+    def of_config(cls, config: CompileConfig) -> CompileSettings:
+        """What a `CompileConfig` asks for. Modes are Inductor's, and it takes either a mode or options."""
+        takes_mode = config.backend == "inductor" and config.options is None
+        return cls(
+            config.backend, config.mode if takes_mode else None, config.dynamic, config.fullgraph, config.options
+        )
+
+    def arguments(self) -> dict[str, Any]:
+        """Keyword arguments of `torch.compile`."""
+        return _field_values(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -377,7 +422,11 @@ class EngineConfig:
         use_decode_path: Whether steps of one token per request take the decode path.
         share_blocks: Whether equal prefixes share blocks.
         async_depth: Steps that may be in flight while the next one is planned.
-        padded_paths: The paths whose steps are padded; the others run at exact sizes.
+        varlen_compile: How steps of the varlen path are compiled; None: not at all.
+        decode_compile: The same for the decode path.
+        compile_region: What is compiled at a time: each decoder `layer`, all with the same graphs, or the whole `step`.
+        padded_paths: The paths whose steps are padded to few sizes.
+        flexible_paths: The paths that are compiled for any size. All other steps run at exact sizes.
         q_interval: Query tokens of a padded step are a multiple of this.
         kv_interval: The longest context of a padded step is a multiple of this many tokens.
         scheduler_type: Name of the scheduling policy.
@@ -400,7 +449,11 @@ class EngineConfig:
     use_decode_path: bool
     share_blocks: bool
     async_depth: Literal[0, 1]
+    varlen_compile: CompileSettings | None
+    decode_compile: CompileSettings | None
+    compile_region: CompileRegion
     padded_paths: tuple[Literal["varlen", "decode"], ...]
+    flexible_paths: tuple[Literal["varlen", "decode"], ...]
     q_interval: int
     kv_interval: int
     scheduler_type: str
@@ -421,7 +474,7 @@ class EngineConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """All fields as plain values that `json.dumps` accepts."""
-        return dataclasses.asdict(self)
+        return json.loads(json.dumps(dataclasses.asdict(self), default=repr))
 
 
 def check_integer(name: str, value: object, minimum: int, maximum: int | None = None) -> int:

@@ -6,6 +6,7 @@ directly.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -13,10 +14,11 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from tqdm.auto import tqdm
 
 from cbtriton.attention import PagedAttention
 from cbtriton.block_manager import BlockManager
-from cbtriton.config import EngineConfig
+from cbtriton.config import EngineConfig, WorkloadHints
 from cbtriton.kernel_set import KernelSet
 from cbtriton.kv_cache import KVCache
 from cbtriton.model_adapter import ModelAdapter, ModelLayout, UnsupportedModelError
@@ -28,6 +30,8 @@ from cbtriton.request_table import RequestTable
 from cbtriton.scheduler import SCHEDULERS, Scheduler, SchedulerLimits
 from cbtriton.stats import EngineStats, StepRecord
 from cbtriton.stopping import StopDecision
+
+_logger = logging.getLogger(__name__)
 
 # Enough for hours of decoding; older records are dropped so that an engine may run for weeks.
 MAX_STEP_RECORDS = 100_000
@@ -82,15 +86,16 @@ class Engine:
         table = RequestTable(
             config.max_requests, config.max_model_len + 1, config.max_blocks_per_request, adapter.device
         )
-        self._attention = PagedAttention(kernels, self._cache.layers, layout.calls)
-        self._runner = ModelRunner(adapter, self._attention, kernels, self._cache, table, config.return_logprobs)
+        self._attention = PagedAttention(kernels, self._cache.layers, layout.calls, layout.modules)
+        layers = adapter.repeated_layers(layout)
+        self._runner = ModelRunner(adapter, self._attention, kernels, self._cache, table, config, layers)
         self._in_flight: deque[_Launched] = deque()
         self._stats = EngineStats(blocks_total=config.num_blocks, cache_bytes=self._cache.num_bytes)
         self._records: deque[StepRecord] = deque(maxlen=MAX_STEP_RECORDS)
-        probes = self._plain_probes()
+        self._probes = self._plain_probes()
         self.attach()
         try:
-            self._self_check(probes)
+            self._self_check()
         except BaseException:
             self.close()
             raise
@@ -98,12 +103,45 @@ class Engine:
     def attach(self) -> None:
         """Puts the model on this engine's attention; weights that changed meanwhile invalidate cached prefixes."""
         self._adapter.attach(self._attention.forward)
+        self._attention.attach()
         if self._adapter.weights_changed():
             self.reset_prefix_cache()
 
     def close(self) -> None:
         """Gives the model back as it was. The engine can be attached again."""
+        self._runner.close()
+        self._attention.detach()
         self._adapter.detach()
+
+    @property
+    def is_warm(self) -> bool:
+        """Whether `warm_up` has nothing left to do."""
+        return self._runner.monitor.is_warm or not self._runner.is_compiled
+
+    def warm_up(self, hints: WorkloadHints, show_progress: bool = False) -> None:
+        """Compiles whatever steps of hinted requests will need; harmless when repeated.
+
+        Args:
+            hints: Bounds the sizes that are prepared. Others are compiled when a step needs them, which waits for it.
+            show_progress: Shows a progress bar.
+
+        Raises:
+            CompileError: The compiler refused.
+            UnsupportedModelError: The compiled model gives other logits than the plain one.
+        """
+        if self.is_warm:
+            return
+        monitor = self._runner.monitor
+        paths: tuple[Path, ...] = ("varlen", "decode") if self.config.use_decode_path else ("varlen",)
+        buckets = [bucket for path in paths for bucket in self._padding.prepared_buckets(path, hints)]
+        for bucket in tqdm(buckets, desc="warm-up", unit="bucket", disable=not show_progress):
+            before = monitor.compilations
+            start = time.perf_counter()
+            self._runner.warm_up(bucket)
+            seconds = time.perf_counter() - start
+            _logger.info("warm-up of %s: %.1f s, %d graphs", bucket.name, seconds, monitor.compilations - before)
+        monitor.is_warm = True
+        self._self_check()
 
     # --------------------------------------------------------------------------------------------- requests
 
@@ -249,6 +287,9 @@ class Engine:
             num_running=self._scheduler.num_running,
             num_waiting=self._scheduler.num_waiting,
             packed_weight_bytes=self._adapter.packed_bytes,
+            compilations=self._runner.monitor.compilations,
+            late_compilations=self._runner.monitor.late_compilations,
+            compile_time=self._runner.monitor.compile_time,
         )
 
     def step_records(self) -> list[StepRecord]:
@@ -266,11 +307,12 @@ class Engine:
             prompts = [prompts[0][: config.max_model_len]]
         return [_Probe(prompt, self._adapter.plain_logits(prompt)) for prompt in prompts]
 
-    def _self_check(self, probes: list[_Probe]) -> None:
+    def _self_check(self) -> None:
         """Compares paged logits with plain ones: prefill, chunked prefill beside a decode, and the decode path.
 
         It costs a few short forward passes and is what tells a model that runs right from one that only runs.
         """
+        probes = self._probes
         for plan in _self_check_plans([probe.prompt for probe in probes], self._blocks.num_blocks_for):
             actual = self._runner.logits(plan, self._padding.bucket(plan)).float()
             ends = [row.start + row.count for row in plan.rows]

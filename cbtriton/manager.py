@@ -112,9 +112,10 @@ class ContinuousBatchingManager:
         self.kernel_names = self._kernels.names
         with self._no_caller_modes():
             self._layout = self._adapter.inspect_layout()
+        self._hints = WorkloadHints.from_any(workload_hints)
         self.engine_config: EngineConfig = resolve(
             config,
-            WorkloadHints.from_any(workload_hints),
+            self._hints,
             self._model_facts(memory),
             has_logits_processing=self._defaults.has_logits_processing or config.per_request_processors,
             scheduler_types=SCHEDULERS.default_margins(),
@@ -160,6 +161,7 @@ class ContinuousBatchingManager:
             intermediate_size=int(getattr(text_config, "intermediate_size", None) or 4 * hidden_size),
             device_type=self._adapter.device.type,
             available_memory_bytes=memory,
+            has_repeated_layers=bool(self._adapter.repeated_layers(self._layout)),
         )
 
     # ------------------------------------------------------------------------------------------- life cycle
@@ -179,15 +181,29 @@ class ContinuousBatchingManager:
         if not auto_switch_to_flash and self._engine is None:
             self._kernels = choose_kernels(KernelConfig(default="reference"), self._adapter.device)
             self.kernel_names = self._kernels.names
-        self.warmup()
+        self._prepare_engine()
 
-    def warmup(self) -> None:
-        """Allocates the cache, checks the model against its plain self and attaches to it, where not yet done.
+    def warmup(self, progress_bar: bool = False) -> None:
+        """Prepares all that steps of this configuration can need, where not yet done; harmless while it runs.
+
+        Allocates the cache, checks the model against its plain self, attaches to it, and compiles.
+
+        Args:
+            progress_bar: Shows one while compiling.
 
         Raises:
-            RuntimeError: The manager was destroyed.
+            RuntimeError: The manager was destroyed, or the compiler refused.
             UnsupportedModelError: The model gives other logits when its sequences are packed and paged.
         """
+        with self._changed:
+            if self.is_running():
+                return
+            self._prepare_engine()
+            assert self._engine is not None
+            with self._no_caller_modes():
+                self._engine.warm_up(self._hints, progress_bar)
+
+    def _prepare_engine(self) -> None:
         with self._changed:
             if self._state is _State.DESTROYED:
                 raise RuntimeError("this manager was destroyed; make a new one")
@@ -226,7 +242,7 @@ class ContinuousBatchingManager:
     @property
     def warmed_up(self) -> bool:
         """Whether `warmup` has nothing left to do."""
-        return self._engine is not None
+        return self._engine is not None and self._engine.is_warm
 
     def start(self) -> None:
         """Starts the background thread; harmless while it runs. After `stop` it starts anew, once all has ended.
@@ -240,7 +256,7 @@ class ContinuousBatchingManager:
                 self._changed.wait_for(lambda: self._state not in (_State.STOPPING, _State.HARD_STOPPING))
             if self.is_running():
                 return
-            self.warmup()
+            self._prepare_engine()
             self._state = _State.RUNNING
             self._fatal_error = None
             self._thread = threading.Thread(target=self._run, name="cbtriton-engine", daemon=True)

@@ -94,15 +94,8 @@ class ContinuousMixin:
         )
         if warmup:
             manager.warmup()
-        manager.start()
-        failed = True
-        try:
+        with _running(manager, block, timeout, persistent_manager):
             yield manager
-            failed = False
-        finally:
-            manager.stop(block=block, timeout=timeout, keep_for_next_session=persistent_manager, hard_stop=failed)
-            if not persistent_manager and not manager.is_running():
-                manager.destroy()
 
     def destroy_cached_continuous_batching_manager(self) -> None:
         """Ends the persistent manager and releases its memory; harmless when there is none."""
@@ -128,7 +121,7 @@ class ContinuousMixin:
             generation_config: Generation options; the model's own when None. Never changed.
             continuous_batching_config: This package's or transformers' `ContinuousBatchingConfig`.
             record_timestamps: Notes the time of each token.
-            progress_bar: Shows requests done, tokens per second and cache use.
+            progress_bar: Shows requests done, tokens per second and cache use, and before that the warm-up.
             persistent_manager: Keeps the manager, with its cached prefixes, for the next call.
             warmup: Prepares everything before the first request rather than with it.
             kwargs: `max_new_tokens`, `workload_hints`, `kernel_config`.
@@ -157,19 +150,30 @@ class ContinuousMixin:
         if hints is None and not persistent_manager:
             # A manager that stays must also suit what comes later.
             hints = _hints(prompts, max_new_tokens, options)
-        with (
-            ContinuousMixin.continuous_batching_context_manager(
-                self,
-                generation_config=options,
-                continuous_batching_config=continuous_batching_config,
-                persistent_manager=persistent_manager,
-                warmup=warmup,
-                workload_hints=hints,
-                kernel_config=kwargs.get("kernel_config"),
-            ) as manager,
-            logging_redirect_tqdm(),
-        ):
-            return _run_batch(manager, prompts, max_new_tokens, record_timestamps, progress_bar)
+        manager = ContinuousMixin.init_continuous_batching(
+            self, options, continuous_batching_config, hints, kwargs.get("kernel_config")
+        )
+        with logging_redirect_tqdm():
+            if warmup:
+                manager.warmup(progress_bar)
+            with _running(manager, True, None, persistent_manager):
+                return _run_batch(manager, prompts, max_new_tokens, record_timestamps, progress_bar)
+
+
+@contextmanager
+def _running(
+    manager: ContinuousBatchingManager, block: bool, timeout: float | None, is_persistent: bool
+) -> Iterator[None]:
+    """The manager runs within the context. An exception stops at once what is still running."""
+    manager.start()
+    failed = True
+    try:
+        yield
+        failed = False
+    finally:
+        manager.stop(block=block, timeout=timeout, keep_for_next_session=is_persistent, hard_stop=failed)
+        if not is_persistent and not manager.is_running():
+            manager.destroy()
 
 
 def enable(model: _Model, tokenizer: Any = None) -> _Model:

@@ -34,10 +34,12 @@ class ModelLayout:
     Attributes:
         calls: Static properties of each attention call, in call order.
         geometries: Shape of each call's keys and values, in call order.
+        modules: The attention module of each call, in call order.
     """
 
     calls: tuple[AttentionCall, ...]
     geometries: tuple[LayerGeometry, ...]
+    modules: tuple[nn.Module, ...]
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -206,7 +208,25 @@ class ModelAdapter:
                 "cannot be paged; use model.generate for it"
             )
         _check_windows(self.text_config, recorder.calls)
-        return ModelLayout(tuple(recorder.calls), tuple(recorder.geometries))
+        return ModelLayout(tuple(recorder.calls), tuple(recorder.geometries), tuple(recorder.modules))
+
+    def repeated_layers(self, layout: ModelLayout) -> tuple[nn.Module, ...]:
+        """The decoder layers, where the model is a list of them and each attends once; else nothing.
+
+        They can be compiled one by one: what a layer needs hangs on its modules.
+        """
+        if len(set(layout.modules)) < len(layout.modules):
+            return ()
+        owners: dict[nn.Module, nn.Module] = {}
+        for parent in self.model.modules():
+            if isinstance(parent, nn.ModuleList):
+                for layer in parent:
+                    # The outermost list has the first word.
+                    for module in layer.modules():
+                        owners.setdefault(module, layer)
+        if any(module not in owners for module in layout.modules):
+            return ()
+        return tuple(dict.fromkeys(owners[module] for module in layout.modules))
 
 
 class _Recorder:
@@ -214,6 +234,7 @@ class _Recorder:
 
     def __init__(self) -> None:
         self.calls: list[AttentionCall] = []
+        self.modules: list[nn.Module] = []
         self.geometries: list[LayerGeometry] = []
 
     def forward(
@@ -231,6 +252,7 @@ class _Recorder:
                 "one packed sequence"
             )
         self.calls.append(AttentionCall(window=kwargs.get("sliding_window") or 0, softcap=kwargs.get("softcap") or 0.0))
+        self.modules.append(module)
         self.geometries.append(LayerGeometry(key.shape[1], key.shape[3], value.shape[3], key.dtype))
         return value.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
 

@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from cbtriton.attention import PagedAttention
+from cbtriton.compile import CompiledLayers, CompileMonitor
+from cbtriton.config import CompileSettings, EngineConfig
 from cbtriton.forward_context import ForwardContext
 from cbtriton.kernel_set import KernelSet
 from cbtriton.kv_cache import KVCache
 from cbtriton.model_adapter import ModelAdapter
 from cbtriton.padding import Bucket
-from cbtriton.plan import BatchPlan, BlockCopy, SampledToken, StepResult
+from cbtriton.plan import BatchPlan, BlockCopy, Path, SampledToken, StepResult
 from cbtriton.request_table import RequestTable
-from cbtriton.step_inputs import StepInputs, StepInputsWriter
+from cbtriton.step_inputs import SampleFeatures, StepInputs, StepInputsWriter
+
+# What a graph of the whole step samples with: what a step asks for exactly would be a graph for every combination.
+_GREEDY = SampleFeatures(all_greedy=True, use_top_k=False, use_top_p=False, use_min_p=False, use_min_length=True)
+_ANY = SampleFeatures(all_greedy=False, use_top_k=True, use_top_p=True, use_min_p=True, use_min_length=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +62,11 @@ class ModelRunner:
         kernels: The chosen kernels.
         cache: The KV cache.
         table: The request table.
-        return_logprobs: Whether log-probabilities of sampled tokens are computed.
+        config: The engine's configuration.
+        layers: What is compiled where the region is `layer`.
+
+    Attributes:
+        monitor: What was compiled.
     """
 
     def __init__(
@@ -64,26 +76,79 @@ class ModelRunner:
         kernels: KernelSet,
         cache: KVCache,
         table: RequestTable,
-        return_logprobs: bool,
+        config: EngineConfig,
+        layers: Sequence[nn.Module],
     ) -> None:
         self._adapter = adapter
         self._attention = attention
         self._kernels = kernels
         self._cache = cache
         self._table = table
-        self._return_logprobs = return_logprobs
+        self._return_logprobs = config.return_logprobs
         self._writer = StepInputsWriter(table, adapter.vocab_size, adapter.device)
+        self._settings: dict[Path, CompileSettings | None] = {
+            "varlen": config.varlen_compile,
+            "decode": config.decode_compile,
+        }
+        self._region = config.compile_region
+        self._layers = CompiledLayers(layers if self._region == "layer" else (), self._settings)
+        self._steps = {
+            path: self._run if how is None or self._region == "layer" else torch.compile(self._run, **how.arguments())
+            for path, how in self._settings.items()
+        }
+        self.monitor = CompileMonitor()
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether any path is compiled."""
+        return any(self._settings.values())
 
     def prepare(self, plan: BatchPlan, bucket: Bucket) -> StepInputs:
         """Sends a plan to the device. Must be followed by `launch` of the same plan before the next `prepare`."""
         return self._writer.fill(plan, bucket)
 
-    @torch.no_grad()
     def launch(self, plan: BatchPlan, bucket: Bucket, inputs: StepInputs) -> InFlightStep:
         """Enqueues a prepared step."""
-        logits = self._logits(plan, bucket, inputs)
+        if plan.block_copies:
+            self._copy_blocks(plan.block_copies)
+        return self._send_back(plan, *self._launch(bucket, inputs))
+
+    def warm_up(self, bucket: Bucket) -> None:
+        """Runs a step of padding at the sizes of `bucket`, so that everything it needs has been compiled."""
+        for features in (_GREEDY, _ANY) if self._region == "step" else (_GREEDY,):
+            self._launch(bucket, self._writer.padding(bucket, features))
+
+    @torch.no_grad()
+    def logits(self, plan: BatchPlan, bucket: Bucket) -> Tensor:
+        """Runs a plan without sampling; `[num_samples, vocab_size]` in the model's dtype.
+
+        Layers that were compiled in a warm-up run as such, all else as it is.
+        """
+        inputs = self.prepare(plan, bucket)
+        with self._compiled(bucket) if self.monitor.is_warm else nullcontext():
+            return self._logits(inputs, bucket.path, bucket.num_tokens, bucket.max_kv)[: _num_samples(plan)]
+
+    def close(self) -> None:
+        """Gives the layers back as they were."""
+        self._layers.uninstall()
+
+    @torch.no_grad()
+    def _launch(self, bucket: Bucket, inputs: StepInputs) -> tuple[Tensor, Tensor, Tensor]:
+        if self._region == "step":
+            inputs = replace(inputs, features=_GREEDY if inputs.features.all_greedy else _ANY)
+        with self._compiled(bucket):
+            # Plain numbers, because a compiler takes those for variables, and fields of a record for constants.
+            return self._steps[bucket.path](inputs, bucket.path, bucket.num_tokens, bucket.max_kv)
+
+    def _compiled(self, bucket: Bucket) -> AbstractContextManager[None]:
+        self._layers.install(bucket.path)
+        return nullcontext() if self._settings[bucket.path] is None else self.monitor.watch(bucket.name)
+
+    def _run(self, inputs: StepInputs, path: Path, num_tokens: int, max_kv: int) -> tuple[Tensor, Tensor, Tensor]:
+        """The whole step. Nothing in here depends on anything but its arguments and what lives on the device."""
+        logits = self._logits(inputs, path, num_tokens, max_kv)
         table, features = self._table, inputs.features
-        token_ids, logprobs, is_valid = self._kernels.sample(
+        return self._kernels.sample(
             logits,
             inputs.sample_rows,
             inputs.sample_positions,
@@ -102,16 +167,8 @@ class ModelRunner:
             features.use_min_length,
             self._return_logprobs,
         )
-        return self._send_back(plan, token_ids, logprobs if self._return_logprobs else None, is_valid)
 
-    @torch.no_grad()
-    def logits(self, plan: BatchPlan, bucket: Bucket) -> Tensor:
-        """Runs a plan without sampling; `[num_samples, vocab_size]` in the model's dtype."""
-        return self._logits(plan, bucket, self.prepare(plan, bucket))
-
-    def _logits(self, plan: BatchPlan, bucket: Bucket, inputs: StepInputs) -> Tensor:
-        if plan.block_copies:
-            self._copy_blocks(plan.block_copies)
+    def _logits(self, inputs: StepInputs, path: Path, num_tokens: int, max_kv: int) -> Tensor:
         table, page_size = self._table, self._cache.page_size
         input_ids, positions, slots, cu_seqlens_q, seq_lens = self._kernels.prepare_inputs(
             table.token_table,
@@ -120,24 +177,26 @@ class ModelRunner:
             inputs.starts,
             inputs.counts,
             page_size,
-            bucket.num_tokens,
+            num_tokens,
         )
-        plan_attention = self._kernels.decode_plan if bucket.path == "decode" else self._kernels.varlen_plan
+        plan_attention = self._kernels.decode_plan if path == "decode" else self._kernels.varlen_plan
         self._attention.begin(
             ForwardContext(
-                path=bucket.path,
+                path=path,
                 block_tables=table.block_tables,
                 rows=inputs.rows,
                 cu_seqlens_q=cu_seqlens_q,
                 seq_lens=seq_lens,
                 slots=slots,
                 attention_plan=plan_attention(
-                    table.block_tables, inputs.rows, cu_seqlens_q, seq_lens, page_size, bucket.max_kv
+                    table.block_tables, inputs.rows, cu_seqlens_q, seq_lens, page_size, max_kv
                 ),
-                max_kv=bucket.max_kv,
+                max_kv=max_kv,
             )
         )
-        return self._adapter.forward(input_ids, positions, inputs.logit_indices)
+        logits = self._adapter.forward(input_ids, positions, inputs.logit_indices)
+        self._attention.end()
+        return logits
 
     def _copy_blocks(self, copies: tuple[BlockCopy, ...]) -> None:
         device = self._adapter.device
@@ -146,16 +205,23 @@ class ModelRunner:
         for layer in self._cache.layers:
             self._kernels.block_copy(layer.key, layer.value, sources, targets)
 
-    def _send_back(self, plan: BatchPlan, token_ids: Tensor, logprobs: Tensor | None, is_valid: Tensor) -> InFlightStep:
+    def _send_back(self, plan: BatchPlan, token_ids: Tensor, logprobs: Tensor, is_valid: Tensor) -> InFlightStep:
+        count = _num_samples(plan)
+        token_ids, is_valid = token_ids[:count], is_valid[:count]
+        host_logprobs = logprobs[:count] if self._return_logprobs else None
         if self._adapter.device.type != "cuda":
-            return InFlightStep(plan, token_ids, logprobs, is_valid, ready=None)
+            return InFlightStep(plan, token_ids, host_logprobs, is_valid, ready=None)
         ready = torch.cuda.Event()
         step = InFlightStep(
             plan,
             token_ids.to("cpu", non_blocking=True),
-            None if logprobs is None else logprobs.to("cpu", non_blocking=True),
+            None if host_logprobs is None else host_logprobs.to("cpu", non_blocking=True),
             is_valid.to("cpu", non_blocking=True),
             ready,
         )
         ready.record()
         return step
+
+
+def _num_samples(plan: BatchPlan) -> int:
+    return sum(row.samples for row in plan.rows)

@@ -10,6 +10,9 @@ from cbtriton.config import EngineConfig, WorkloadHints
 from cbtriton.plan import BatchPlan, Path
 
 _NO_HINTS = WorkloadHints()
+# What compilers tune a graph for that serves any size.
+_TYPICAL_ROWS = 16
+_TYPICAL_TOKENS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +44,9 @@ class PaddingPolicy:
     """Rounds the sizes of a step up, so that many steps share one compiled variant or captured graph.
 
     Tokens and contexts go up to multiples of an interval, rows to powers of two; each size stops at the largest one
-    that a step can have. Every row of a padded step samples, so that no size depends on where prompts end. A path that
-    is not padded runs at exact sizes.
+    that a step can have. Every row of a padded step samples, so that no size depends on where prompts end. A flexible
+    path has graphs that serve any size: it only keeps sizes at 2 or more, because compilers make a constant of a 1, and
+    rounds contexts, whose size is a constant of the graph. All other steps run at exact sizes.
 
     Attributes:
         q_interval: Granularity of query tokens, at least 1.
@@ -52,6 +56,7 @@ class PaddingPolicy:
         max_kv: No context is longer than this many tokens.
         max_decode_kv: No context on the decode path is longer than this many tokens.
         padded_paths: The paths that are padded.
+        flexible_paths: The paths that are compiled for any size; none of the padded ones.
     """
 
     q_interval: int
@@ -61,6 +66,7 @@ class PaddingPolicy:
     max_kv: int
     max_decode_kv: int
     padded_paths: tuple[Path, ...]
+    flexible_paths: tuple[Path, ...] = ()
 
     @classmethod
     def of(cls, config: EngineConfig) -> PaddingPolicy:
@@ -74,6 +80,7 @@ class PaddingPolicy:
             max_kv=config.max_blocks_per_request * config.page_size,
             max_decode_kv=config.max_decode_blocks * config.page_size,
             padded_paths=config.padded_paths,
+            flexible_paths=config.flexible_paths,
         )
 
     def bucket(self, plan: BatchPlan) -> Bucket:
@@ -81,6 +88,8 @@ class PaddingPolicy:
         num_rows, path = len(plan.rows), plan.path
         if path not in self.padded_paths:
             num_samples = sum(row.samples for row in plan.rows)
+            if path in self.flexible_paths:
+                return self._flexible(path, plan.num_tokens, num_rows, num_samples, plan.max_seq_len)
             return Bucket(path, plan.num_tokens, num_rows, num_samples, plan.max_seq_len)
         num_requests = self._pad_rows(num_rows)
         num_tokens = num_requests if path == "decode" else self._pad_tokens(plan.num_tokens)
@@ -97,8 +106,7 @@ class PaddingPolicy:
         if path not in self.padded_paths:
             return ()
         num_rows = min(self.max_requests, hints.num_requests or self.max_requests)
-        # The last token of an answer never runs.
-        longest = min(self._longest(path), (hints.max_length or self.max_kv + 1) - 1)
+        longest = self._reachable(path, hints)
         rows = list(_size_classes(self._pad_rows, num_rows))
         contexts = list(_size_classes(lambda size: self._pad_kv(path, size), longest))
         if path == "decode":
@@ -112,6 +120,23 @@ class PaddingPolicy:
             ]
         return tuple(sorted(found, key=lambda b: (b.num_tokens, b.num_requests, b.max_kv), reverse=True))
 
+    def prepared_buckets(self, path: Path, hints: WorkloadHints = _NO_HINTS) -> tuple[Bucket, ...]:
+        """What has to be run once so that no step of `path` meets anything new: see `buckets` for the padded ones.
+
+        On a flexible path one bucket stands for all with its longest context. Compilers take its sizes for typical.
+        """
+        if path not in self.flexible_paths:
+            return self.buckets(path, hints)
+        rows = min(self.max_requests, hints.num_requests or self.max_requests, _TYPICAL_ROWS)
+        tokens = rows if path == "decode" else max(rows, min(self.max_batch_tokens, _TYPICAL_TOKENS))
+        contexts = _size_classes(lambda size: self._pad_kv(path, size), self._reachable(path, hints))
+        found = [self._flexible(path, tokens, rows, rows, kv.padded) for kv in contexts]
+        return tuple(reversed(found))
+
+    def _flexible(self, path: Path, num_tokens: int, num_rows: int, num_samples: int, max_kv: int) -> Bucket:
+        num_rows, num_samples = max(2, num_rows), max(2, num_samples)
+        return Bucket(path, max(num_rows, num_tokens), num_rows, num_samples, self._pad_kv(path, max_kv))
+
     def _is_varlen(self, tokens: _SizeClass, rows: _SizeClass, kv: _SizeClass) -> bool:
         """Whether some varlen step has sizes in these three classes.
 
@@ -122,6 +147,10 @@ class PaddingPolicy:
         if has_longer_row and kv.high == 1:
             return False
         return max(tokens.low, rows.low + has_longer_row) <= min(tokens.high, rows.high * kv.high)
+
+    def _reachable(self, path: Path, hints: WorkloadHints) -> int:
+        # The last token of an answer never runs.
+        return min(self._longest(path), (hints.max_length or self.max_kv + 1) - 1)
 
     def _longest(self, path: Path) -> int:
         return min(self.max_kv, self.max_decode_kv) if path == "decode" else self.max_kv

@@ -15,13 +15,16 @@ MAX_EOS_IDS = 16
 class RequestTable:
     """Tensors of the table; see the attributes.
 
+    One more row than requests takes what padding rows write; nothing is ever read from it.
+
     Args:
-        num_rows: Requests that can run at once.
+        num_rows: Requests that can run at once; the attributes have one row more.
         max_len: Longest sequence in tokens, the last generated token included.
         max_blocks: Longest block table.
         device: Where the table lives.
 
     Attributes:
+        padding_row: The row of no request.
         token_table: `[num_rows, max_len]` int32, prompt and generated tokens by position.
         block_tables: `[num_rows, max_blocks]` int32; the null block beyond the request's own.
         temperature: `[num_rows]` float32; 0 for greedy rows.
@@ -34,6 +37,8 @@ class RequestTable:
     """
 
     def __init__(self, num_rows: int, max_len: int, max_blocks: int, device: torch.device) -> None:
+        self.padding_row = num_rows
+        num_rows += 1
         # Never read beyond what was written, so the (large) token table needs no initial value.
         self.token_table = torch.empty((num_rows, max_len), dtype=torch.int32, device=device)
         self.block_tables = torch.zeros((num_rows, max_blocks), dtype=torch.int32, device=device)

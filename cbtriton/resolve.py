@@ -13,9 +13,11 @@ import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 from cbtriton.config import (
+    CompileRegion,
+    CompileSettings,
     ContinuousBatchingConfig,
     Decision,
     EngineConfig,
@@ -23,8 +25,12 @@ from cbtriton.config import (
     WorkloadHints,
 )
 
+if TYPE_CHECKING:
+    from transformers import CompileConfig
+
 _Value = TypeVar("_Value")
 _Path = Literal["varlen", "decode"]
+_PATHS: tuple[_Path, ...] = ("varlen", "decode")
 
 _MAX_REQUESTS = 1024
 _MIN_BATCH_TOKENS = 256
@@ -68,11 +74,9 @@ def resolve(
     Raises:
         ValueError: A value is out of range, the scheduler is unknown, or there is no memory for a single
             block.
-        NotImplementedError: Compilation was asked for.
     """
     config = ContinuousBatchingConfig.from_any(config)
     log = _Log()
-    _refuse_compilation(config)
     _forgo_graphs(config, facts, log)
     _forgo_offload(config, log)
     default_margin = _scheduler_margin(config, scheduler_types)
@@ -82,7 +86,9 @@ def resolve(
     max_requests = _max_requests(config, wanted_requests, requests_why, num_blocks, log)
     max_model_len = _max_model_len(config, facts, num_blocks, log)
     max_decode_blocks = _max_decode_blocks(config, hints, max_model_len, log)
-    padded_paths = _padded_paths(config, (), log)
+    compiled = {path: _compile_settings(config, path) for path in _PATHS}
+    padded_paths = _padded_paths(config, compiled, log)
+    flexible_paths = tuple(path for path in _PATHS if compiled[path] and path not in padded_paths)
     return EngineConfig(
         page_size=config.page_size,
         num_blocks=num_blocks,
@@ -94,9 +100,15 @@ def resolve(
         use_decode_path=max_decode_blocks > 0,
         share_blocks=config.allow_block_sharing,
         async_depth=_async_depth(config, log),
+        varlen_compile=compiled["varlen"],
+        decode_compile=compiled["decode"],
+        compile_region=_compile_region(facts, compiled, log),
         padded_paths=padded_paths,
+        flexible_paths=flexible_paths,
         q_interval=_interval(config, "q_padding_interval_size", _Q_INTERVAL if padded_paths else 1, log),
-        kv_interval=_interval(config, "kv_padding_interval_size", _KV_INTERVAL if padded_paths else 1, log),
+        kv_interval=_interval(
+            config, "kv_padding_interval_size", _KV_INTERVAL if padded_paths or flexible_paths else 1, log
+        ),
         scheduler_type=config.scheduler_type,
         safety_margin=_safety_margin(config, default_margin, log),
         return_logprobs=config.return_logprobs,
@@ -124,17 +136,6 @@ def available_memory_bytes(root: Path = Path("/")) -> int:
     if not available:
         available = [_free_pages_bytes()]
     return max(0, min(available))
-
-
-def _refuse_compilation(config: ContinuousBatchingConfig) -> None:
-    for name in ("varlen_compile_config", "decode_compile_config"):
-        if getattr(config, name) is not None:
-            raise NotImplementedError(f"{name} is not available yet, got {getattr(config, name)!r}; set {name}=None")
-    if config.default_compile_level > 0:
-        raise NotImplementedError(
-            f"default_compile_level must be 0, got {config.default_compile_level}: compilation is not "
-            "available yet; set default_compile_level=0"
-        )
 
 
 def _forgo_graphs(config: ContinuousBatchingConfig, facts: ModelFacts, log: _Log) -> None:
@@ -285,19 +286,32 @@ def _async_depth(config: ContinuousBatchingConfig, log: _Log) -> Literal[0, 1]:
     return 1 if config.use_async_batching else 0
 
 
-def _padded_paths(config: ContinuousBatchingConfig, prepared_paths: tuple[_Path, ...], log: _Log) -> tuple[_Path, ...]:
-    """The paths whose steps are padded: all where an interval above 1 was asked for, else those that gain by it.
+def _compile_settings(config: ContinuousBatchingConfig, path: _Path) -> CompileSettings | None:
+    explicit: CompileConfig | None = getattr(config, f"{path}_compile_config")
+    if explicit is not None:
+        return CompileSettings.of_config(explicit)
+    return CompileSettings.of_level(config.default_compile_level)
 
-    Args:
-        config: What was asked for.
-        prepared_paths: The paths that are compiled for fixed sizes or captured.
-        log: Where the decision goes.
-    """
+
+def _compile_region(facts: ModelFacts, compiled: Mapping[_Path, CompileSettings | None], log: _Log) -> CompileRegion:
+    if not any(compiled.values()):
+        return "step"
+    if facts.has_repeated_layers:
+        return log.decide("compile_region", None, "layer", "all layers share their graphs: a fraction of the seconds")
+    return log.decide("compile_region", None, "step", "the model is no list of layers that could share their graphs")
+
+
+def _padded_paths(
+    config: ContinuousBatchingConfig, compiled: Mapping[_Path, CompileSettings | None], log: _Log
+) -> tuple[_Path, ...]:
+    """The paths whose steps are padded: all where an interval above 1 was asked for, else those with fixed sizes."""
     if max(config.q_padding_interval_size, config.kv_padding_interval_size) > 1:
-        return "varlen", "decode"
-    if prepared_paths:
-        return log.decide("padded_paths", None, prepared_paths, "compiled for fixed sizes or captured")
-    return log.decide("padded_paths", None, (), "nothing is compiled or captured, so steps run at their exact sizes")
+        return _PATHS
+    fixed = tuple(path for path, settings in compiled.items() if settings and not settings.dynamic)
+    if fixed:
+        return log.decide("padded_paths", None, fixed, "compiled for fixed sizes")
+    why = "graphs for any size" if any(compiled.values()) else "nothing is compiled or captured"
+    return log.decide("padded_paths", None, (), f"{why}, so steps run at their exact sizes")
 
 
 def _interval(config: ContinuousBatchingConfig, name: str, preset: int, log: _Log) -> int:

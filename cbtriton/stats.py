@@ -69,6 +69,8 @@ class EngineStats:
     """Totals since the engine was made. `prompt_tokens` counts admitted prompts once, even after a preemption.
 
     `buckets` counts the padded steps by the name of their bucket; `kv_tokens` adds up the longest context of each step.
+    `compilations` counts graphs, `late_compilations` those that a step waited for after a warm-up; `compile_time` is
+    the seconds of both.
     """
 
     steps: int = 0
@@ -103,6 +105,9 @@ class EngineStats:
     buckets: dict[str, int] = field(default_factory=dict)
     cache_bytes: int = 0
     packed_weight_bytes: int = 0
+    compilations: int = 0
+    late_compilations: int = 0
+    compile_time: float = 0.0
 
     @property
     def prefix_hit_rate(self) -> float:

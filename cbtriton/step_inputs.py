@@ -31,10 +31,10 @@ class StepInputs:
     """The step's columns on the device, padded to its bucket.
 
     Attributes:
-        rows: `[num_requests]` int32.
+        rows: `[num_requests]` int32; the table's padding row for padding.
         starts: `[num_requests]` int32, position of each row's first token.
         counts: `[num_requests]` int32, tokens per row; 0 for padding rows.
-        sample_rows: `[num_samples]` int32, table rows that get a new token.
+        sample_rows: `[num_samples]` int32, table rows that get a new token; the table's padding row for padding.
         sample_positions: `[num_samples]` int32, the positions that those tokens take.
         logit_indices: `[num_samples]` int64, the query tokens whose logits they are drawn from.
         features: What the sampling rows ask for.
@@ -75,7 +75,6 @@ class StepInputsWriter:
         rows = [row.row for row in plan.rows]
         starts = [row.start for row in plan.rows]
         counts = [row.count for row in plan.rows]
-        padding = [0] * (bucket.num_requests - len(rows))
         sample_rows: list[int] = []
         sample_positions: list[int] = []
         logit_indices: list[int] = []
@@ -86,12 +85,35 @@ class StepInputsWriter:
                 sample_rows.append(row.row)
                 sample_positions.append(row.start + row.count)
                 logit_indices.append(end - 1)
+        features = self._features(sample_rows, sample_positions)
+        return self._columns(bucket, (rows, starts, counts), (sample_rows, sample_positions, logit_indices), features)
+
+    def padding(self, bucket: Bucket, features: SampleFeatures) -> StepInputs:
+        """A step of padding rows only: it has the sizes of `bucket`, and changes nothing that anybody reads."""
+        return self._columns(bucket, ([], [], []), ([], [], []), features)
+
+    def _columns(
+        self,
+        bucket: Bucket,
+        requests: tuple[list[int], list[int], list[int]],
+        samples: tuple[list[int], list[int], list[int]],
+        features: SampleFeatures,
+    ) -> StepInputs:
+        scrap, zeros = [self._table.padding_row], [0]
+        more_requests = bucket.num_requests - len(requests[0])
+        more_samples = bucket.num_samples - len(samples[0])
         # One tensor, one copy.
         packed = self._to_device(
-            [*rows, *padding, *starts, *padding, *counts, *padding, *sample_rows, *sample_positions, *logit_indices]
+            [
+                *chain(requests[0], scrap * more_requests),
+                *chain(requests[1], zeros * more_requests),
+                *chain(requests[2], zeros * more_requests),
+                *chain(samples[0], scrap * more_samples),
+                *chain(samples[1], zeros * more_samples),
+                *chain(samples[2], zeros * more_samples),
+            ]
         )
-        num_requests, num_samples = bucket.num_requests, len(sample_rows)
-        columns = packed.split([num_requests] * 3 + [num_samples] * 3)
+        columns = packed.split([bucket.num_requests] * 3 + [bucket.num_samples] * 3)
         return StepInputs(
             rows=columns[0],
             starts=columns[1],
@@ -99,7 +121,7 @@ class StepInputsWriter:
             sample_rows=columns[3],
             sample_positions=columns[4],
             logit_indices=columns[5].long(),
-            features=self._features(sample_rows, sample_positions),
+            features=features,
         )
 
     def _features(self, sample_rows: Sequence[int], sample_positions: Sequence[int]) -> SampleFeatures:
