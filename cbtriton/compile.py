@@ -55,9 +55,14 @@ class CompileMonitor:
         """
         before = counters["stats"]["unique_graphs"]
         try:
-            # Sizes that are equal by chance, such as rows and tokens of a decode step, are no promise.
             with (
-                dynamo_config.patch(recompile_limit=_MAX_GRAPHS, accumulated_recompile_limit=_MAX_GRAPHS),
+                # A hook on a part of one layer makes that layer another function.
+                dynamo_config.patch(
+                    recompile_limit=_MAX_GRAPHS,
+                    accumulated_recompile_limit=_MAX_GRAPHS,
+                    skip_nnmodule_hook_guards=False,
+                ),
+                # Sizes that are equal by chance, such as rows and tokens of a decode step, are no promise.
                 shapes_config.patch(use_duck_shape=False),
             ):
                 yield

@@ -140,8 +140,8 @@ class Engine:
             self._runner.warm_up(bucket)
             seconds = time.perf_counter() - start
             _logger.info("warm-up of %s: %.1f s, %d graphs", bucket.name, seconds, monitor.compilations - before)
+        self._self_check(lambda bucket: bucket in buckets or bucket.path in self._padding.flexible_paths)
         monitor.is_warm = True
-        self._self_check()
 
     # --------------------------------------------------------------------------------------------- requests
 
@@ -307,14 +307,20 @@ class Engine:
             prompts = [prompts[0][: config.max_model_len]]
         return [_Probe(prompt, self._adapter.plain_logits(prompt)) for prompt in prompts]
 
-    def _self_check(self) -> None:
+    def _self_check(self, is_compiled: Callable[[Bucket], bool] | None = None) -> None:
         """Compares paged logits with plain ones: prefill, chunked prefill beside a decode, and the decode path.
 
         It costs a few short forward passes and is what tells a model that runs right from one that only runs.
+
+        Args:
+            is_compiled: Which buckets have been compiled: checks those as such. None checks the model as it is.
         """
         probes = self._probes
         for plan in _self_check_plans([probe.prompt for probe in probes], self._blocks.num_blocks_for):
-            actual = self._runner.logits(plan, self._padding.bucket(plan)).float()
+            bucket = self._padding.bucket(plan)
+            if is_compiled is not None and not is_compiled(bucket):
+                continue
+            actual = self._runner.logits(plan, bucket, compiled=is_compiled is not None).float()
             ends = [row.start + row.count for row in plan.rows]
             expected = [probe.logits[end - 1] for probe, end in zip(probes, ends, strict=True)]
             self._compare(actual, torch.stack(expected))

@@ -119,13 +119,16 @@ class ModelRunner:
             self._launch(bucket, self._writer.padding(bucket, features))
 
     @torch.no_grad()
-    def logits(self, plan: BatchPlan, bucket: Bucket) -> Tensor:
+    def logits(self, plan: BatchPlan, bucket: Bucket, compiled: bool) -> Tensor:
         """Runs a plan without sampling; `[num_samples, vocab_size]` in the model's dtype.
 
-        Layers that were compiled in a warm-up run as such, all else as it is.
+        Args:
+            plan: What runs.
+            bucket: At which sizes.
+            compiled: Whether compiled layers run as such. What is compiled as part of a whole step never does.
         """
         inputs = self.prepare(plan, bucket)
-        with self._compiled(bucket) if self.monitor.is_warm else nullcontext():
+        with self._compiled(bucket) if compiled else nullcontext():
             return self._logits(inputs, bucket.path, bucket.num_tokens, bucket.max_kv)[: _num_samples(plan)]
 
     def close(self) -> None:

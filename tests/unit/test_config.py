@@ -16,6 +16,7 @@ from transformers.generation.continuous_batching.utils import WorkloadHints as R
 
 from cbtriton.config import (
     MAX_SEED,
+    CompileSettings,
     ContinuousBatchingConfig,
     Decision,
     EngineConfig,
@@ -313,7 +314,11 @@ def test_engine_config_describes_its_decisions_in_aligned_columns_and_as_json():
         use_decode_path=True,
         share_blocks=True,
         async_depth=0,
+        varlen_compile=CompileSettings("inductor", None, True, True, {"a": print}),
+        decode_compile=None,
+        compile_region="layer",
         padded_paths=(),
+        flexible_paths=("varlen",),
         q_interval=1,
         kv_interval=1,
         scheduler_type="fifo",
@@ -332,6 +337,7 @@ def test_engine_config_describes_its_decisions_in_aligned_columns_and_as_json():
     ]
     loaded = json.loads(json.dumps(config.to_dict()))
     assert loaded["num_blocks"] == 12
+    assert loaded["varlen_compile"]["options"] == {"a": repr(print)}
     assert loaded["decisions"][1] == {
         "field": "use_cuda_graph",
         "asked": [True, True],

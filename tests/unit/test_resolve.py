@@ -9,7 +9,7 @@ import warnings
 import pytest
 import transformers
 
-from cbtriton.config import ContinuousBatchingConfig, EngineConfig, ModelFacts, WorkloadHints
+from cbtriton.config import CompileSettings, ContinuousBatchingConfig, EngineConfig, ModelFacts, WorkloadHints
 from cbtriton.resolve import available_memory_bytes, resolve
 
 SCHEDULERS = {"fifo": 0.15, "prefill_first": 0.0}
@@ -211,17 +211,63 @@ def test_async_batching_is_a_depth(asked, depth):
     assert run(use_async_batching=asked).async_depth == depth
 
 
+LEVELS = {
+    0: None,
+    1: CompileSettings("inductor", "default", dynamic=True, fullgraph=True),
+    2: CompileSettings("inductor", "max-autotune-no-cudagraphs", dynamic=True, fullgraph=True),
+    3: CompileSettings("inductor", "max-autotune-no-cudagraphs", dynamic=False, fullgraph=True),
+}
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_compile_level_means_the_same_on_both_paths(level):
+    config = run(default_compile_level=level)
+    assert config.varlen_compile == config.decode_compile == LEVELS[level]
+
+
+def test_a_compile_config_wins_over_the_level_on_its_path():
+    explicit = transformers.CompileConfig(dynamic=True, backend="aot_eager", fullgraph=True)
+    config = run(default_compile_level=3, decode_compile_config=explicit)
+    assert config.varlen_compile == LEVELS[3]
+    # Modes are Inductor's own; other backends complain about them.
+    assert config.decode_compile == CompileSettings("aot_eager", None, dynamic=True, fullgraph=True)
+    assert (config.padded_paths, config.flexible_paths) == (("varlen",), ("decode",))
+
+
+def test_a_compile_config_has_a_mode_or_options():
+    with_mode = run(varlen_compile_config={"mode": "max-autotune"}).varlen_compile
+    with_options = run(varlen_compile_config={"options": {"epilogue_fusion": True}}).varlen_compile
+    assert (with_mode.mode, with_mode.options) == ("max-autotune", None)
+    assert (with_options.mode, with_options.options) == (None, {"epilogue_fusion": True})
+    assert run(varlen_compile_config={}).decode_compile is None
+
+
 @pytest.mark.parametrize(
-    ("settings", "name"),
+    ("level", "padded", "flexible", "intervals"),
     [
-        ({"default_compile_level": 1}, "default_compile_level"),
-        ({"varlen_compile_config": transformers.CompileConfig()}, "varlen_compile_config"),
-        ({"decode_compile_config": {}}, "decode_compile_config"),
+        (0, (), (), (1, 1)),
+        (1, (), ("varlen", "decode"), (1, 16384)),
+        (2, (), ("varlen", "decode"), (1, 16384)),
+        (3, ("varlen", "decode"), (), (64, 16384)),
     ],
 )
-def test_compilation_is_refused_by_name(settings, name):
-    with pytest.raises(NotImplementedError, match=name):
-        run(**settings)
+def test_only_graphs_of_fixed_sizes_need_padding(level, padded, flexible, intervals):
+    config = run(default_compile_level=level)
+    assert (config.padded_paths, config.flexible_paths) == (padded, flexible)
+    assert (config.q_interval, config.kv_interval) == intervals
+
+
+def test_asked_for_intervals_hold_at_any_level():
+    config = run(default_compile_level=1, q_padding_interval_size=16)
+    assert (config.padded_paths, config.flexible_paths) == (("varlen", "decode"), ())
+    assert (config.q_interval, config.kv_interval) == (16, 16384)
+
+
+def test_layers_are_compiled_one_by_one_where_the_model_has_them():
+    repeated = facts(has_repeated_layers=True)
+    assert run(default_compile_level=1).compile_region == "step"
+    assert run(facts=repeated, default_compile_level=1).compile_region == "layer"
+    assert decision(run(facts=repeated, default_compile_level=1), "compile_region").resolved == "layer"
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,209 @@
+"""Compiled steps give the plain tokens, and nothing is compiled while requests wait for it."""
+
+from __future__ import annotations
+
+import logging
+import re
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from cbtriton import WorkloadHints
+from cbtriton.compile import CompileError
+from cbtriton.manager import ContinuousBatchingManager
+from cbtriton.model_adapter import ModelAdapter
+
+NUM_NEW = 8
+LENGTHS = (1, 5, 16, 33, 9)
+# So few sizes that the graphs of all of them compile in a test.
+FEW_SIZES = {"max_batch_tokens": 16, "q_padding_interval_size": 16, "max_requests_per_batch": 2}
+HINTS = WorkloadHints(max_prompt_length=33, max_generated_length=NUM_NEW, num_requests=4)
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler():
+    """Graphs of other tests' models are of the same code."""
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def whole_step(monkeypatch):
+    """The model is treated as one that is no list of layers."""
+    monkeypatch.setattr(ModelAdapter, "repeated_layers", lambda self, layout: ())
+
+
+def backend(dynamic: bool, **settings: Any) -> dict[str, Any]:
+    """Both paths through the compiler, but without its slow code generator."""
+    how = {"backend": "aot_eager", "fullgraph": True, "dynamic": dynamic}
+    return {"varlen_compile_config": how, "decode_compile_config": how, **settings}
+
+
+def run(model, tools, oracle, kernels: str = "reference", **config: Any):
+    """Warm-up, two rounds of requests, equal tokens; returns the manager's last counters."""
+    manager = ContinuousBatchingManager(model, tools.options(), tools.small(**config), HINTS, {"default": kernels})
+    try:
+        manager.warmup()
+        assert manager.warmed_up
+        manager.start()
+        for _ in range(2):
+            prompts = [tools.prompt(length) for length in LENGTHS]
+            ids = [manager.add_request(prompt, max_new_tokens=NUM_NEW) for prompt in prompts]
+            answers = [manager.get_result(request_id, timeout=tools.patience).generated_tokens for request_id in ids]
+            assert answers == [oracle.greedy(prompt, NUM_NEW) for prompt in prompts]
+        return manager.stats()
+    finally:
+        manager.destroy()
+
+
+@pytest.mark.parametrize("use_async_batching", [False, True])
+@pytest.mark.parametrize("kernels", ["reference", "auto"])
+def test_layers_compiled_for_any_size_give_the_plain_tokens(model, oracle, tools, kernels, use_async_batching):
+    stats = run(model, tools, oracle, kernels, use_async_batching=use_async_batching, **backend(dynamic=True))
+    # One graph for each path: the layers of the model share it.
+    assert (stats.compilations, stats.late_compilations) == (2, 0)
+
+
+@pytest.mark.parametrize("use_async_batching", [False, True])
+def test_layers_compiled_for_padded_sizes_give_the_plain_tokens(model, oracle, tools, use_async_batching):
+    stats = run(model, tools, oracle, use_async_batching=use_async_batching, **backend(dynamic=False), **FEW_SIZES)
+    assert stats.late_compilations == 0
+    assert stats.compilations == len(stats.buckets) == 4
+
+
+@pytest.mark.parametrize("kernels", ["reference", "auto"])
+def test_the_whole_step_is_one_graph(model, oracle, tools, whole_step, kernels):
+    stats = run(model, tools, oracle, kernels, **backend(dynamic=True))
+    # Each path, greedy and not.
+    assert (stats.compilations, stats.late_compilations) == (4, 0)
+
+
+def test_the_whole_step_samples_what_the_eager_one_does(oracle, tools, whole_step, model):
+    options = tools.options(do_sample=True, temperature=0.8, top_k=20, top_p=0.9)
+    prompts = [tools.prompt(length) for length in LENGTHS]
+    config = tools.small(**backend(dynamic=True))
+    compiled = model.generate_batch(prompts, options, config, max_new_tokens=NUM_NEW)
+    assert tools.tokens(compiled) == tools.tokens(
+        model.generate_batch(prompts, options, tools.small(), max_new_tokens=NUM_NEW)
+    )
+
+
+@pytest.mark.parametrize("level", [1, 3])
+def test_levels_give_the_plain_tokens(model, oracle, tools, level):
+    sizes = {"max_requests_per_batch": 1, "max_batch_tokens": 64} if level == 3 else {}
+    stats = run(model, tools, oracle, "auto", default_compile_level=level, **sizes)
+    assert stats.late_compilations == 0
+    assert stats.compilations >= 2
+    assert stats.compile_time > 0
+
+
+@pytest.mark.parametrize("num_requests", range(1, 10))
+def test_any_number_of_rows_in_padded_steps_gives_the_plain_tokens(model, oracle, tools, num_requests):
+    prompts = [tools.prompt(3 + index) for index in range(num_requests)]
+    config = tools.small(q_padding_interval_size=16, kv_padding_interval_size=64, max_requests_per_batch=8)
+    outputs = model.generate_batch(prompts, tools.options(), config, max_new_tokens=NUM_NEW)
+    assert tools.tokens(outputs) == [oracle.greedy(prompt, NUM_NEW) for prompt in prompts]
+
+
+def test_a_step_that_nobody_hinted_at_is_compiled_late_and_said_so(model, oracle, tools, caplog):
+    manager = ContinuousBatchingManager(
+        model,
+        tools.options(),
+        tools.small(**backend(dynamic=False), **FEW_SIZES),
+        WorkloadHints(max_prompt_length=4, max_generated_length=4, num_requests=1),
+    )
+    try:
+        manager.warmup()
+        prepared = manager.stats().compilations
+        manager.start()
+        with caplog.at_level(logging.WARNING, "cbtriton"):
+            ids = [manager.add_request(tools.prompt(12, seed), max_new_tokens=4) for seed in range(3)]
+            for seed, request_id in enumerate(ids):
+                output = manager.get_result(request_id, timeout=tools.patience)
+                assert output.generated_tokens == oracle.greedy(tools.prompt(12, seed), 4)
+        stats = manager.stats()
+    finally:
+        manager.destroy()
+    assert stats.late_compilations == stats.compilations - prepared > 0
+    assert re.search(r"compiled 1 graphs late, .* for a step (varlen|decode):\d+x\d+x\d+: .*size mismatch", caplog.text)
+
+
+def test_without_a_warm_up_graphs_are_compiled_when_needed(model, oracle, tools):
+    prompts = [tools.prompt(5), tools.prompt(9)]
+    config = tools.small(**backend(dynamic=True))
+    outputs = model.generate_batch(prompts, tools.options(), config, max_new_tokens=NUM_NEW, warmup=False)
+    assert tools.tokens(outputs) == [oracle.greedy(prompt, NUM_NEW) for prompt in prompts]
+
+
+def test_a_path_without_a_config_stays_as_it_is(model, oracle, tools):
+    how = backend(dynamic=True)["decode_compile_config"]
+    stats = run(model, tools, oracle, decode_compile_config=how)
+    assert (stats.compilations, stats.late_compilations) == (1, 0)
+
+
+def test_a_layer_that_is_no_single_graph_is_refused_with_the_reason(model, tools):
+    # Hooks of a layer run outside of its graph, those of its parts inside.
+    model.model.layers[1].mlp.register_forward_pre_hook(lambda module, args: torch._dynamo.graph_break())
+    manager = ContinuousBatchingManager(model, tools.options(), tools.small(**backend(dynamic=True)), HINTS)
+    try:
+        with pytest.raises(CompileError, match=r"(?s)varlen:.* cannot be compiled.*default_compile_level=0"):
+            manager.warmup()
+    finally:
+        manager.destroy()
+
+
+def test_a_hook_on_a_part_of_one_layer_holds_for_that_layer_only(model, tools):
+    prompts = [tools.prompt(length) for length in LENGTHS]
+    plain = tools.tokens(model.generate_batch(prompts, tools.options(), tools.small(), max_new_tokens=NUM_NEW))
+    model.model.layers[1].mlp.register_forward_hook(lambda module, args, output: 3 * output)
+    hooked = tools.tokens(model.generate_batch(prompts, tools.options(), tools.small(), max_new_tokens=NUM_NEW))
+    config = tools.small(**backend(dynamic=True))
+    compiled = tools.tokens(model.generate_batch(prompts, tools.options(), config, max_new_tokens=NUM_NEW))
+    assert compiled == hooked != plain
+
+
+def test_the_model_is_left_as_it_was(model, oracle, tools):
+    layers, before = model.model.layers, [set(module.__dict__) for module in model.modules()]
+    layers[0].forward = original = layers[0].forward
+    run(model, tools, oracle, **backend(dynamic=True))
+    assert layers[0].__dict__.pop("forward") is original
+    assert [set(module.__dict__) for module in model.modules()] == before
+
+
+def test_new_weights_in_a_pause_need_no_new_graph(model, oracle, tools):
+    other = tools.build(tools.llama_config(), seed=1)
+    manager = ContinuousBatchingManager(model, tools.options(), tools.small(**backend(dynamic=True)), HINTS)
+    prompt = tools.prompt(9)
+    try:
+        manager.warmup()
+        manager.start()
+        first = manager.get_result(manager.add_request(prompt, max_new_tokens=NUM_NEW), timeout=tools.patience)
+        with manager.pause():
+            model.load_state_dict(other.state_dict())
+        second = manager.get_result(manager.add_request(prompt, max_new_tokens=NUM_NEW), timeout=tools.patience)
+        stats = manager.stats()
+    finally:
+        manager.destroy()
+    assert first.generated_tokens == oracle.greedy(prompt, NUM_NEW)
+    assert second.generated_tokens == tools.plain_greedy(other, prompt, NUM_NEW)
+    assert stats.late_compilations == 0
+
+
+def test_generated_code_makes_no_copy_of_the_cache(model, oracle, tools):
+    from torch._inductor import config as inductor_config
+    from torch._inductor.graph import GraphLowering
+
+    sources: list[str] = []
+    with (
+        inductor_config.patch(force_disable_caches=True),
+        mock.patch.object(GraphLowering, "save_output_code", sources.append),
+    ):
+        run(model, tools, oracle, default_compile_level=1)
+    assert len(sources) == 2
+    pages = tools.small().num_blocks + 1
+    for source in sources:
+        assert "kv_write" in source
+        allocated = re.findall(r"empty_strided\w*\(\(([^)]*)\)", source)
+        assert allocated
+        assert not [shape for shape in allocated if str(pages) in re.split(r"\W+", shape)]
