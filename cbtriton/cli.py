@@ -1,15 +1,18 @@
 """The command `cbtriton`: a Hydra application over `conf/`, and the only module that knows of Hydra.
 
 Loads a model, runs a workload through the continuous batching manager, shows the answers and what they cost, and
-writes `result.json` and `timeline.png` into the run's folder.
+writes `result.json` and `timeline.png` into the run's folder. `cbtriton cache` shows what compilers have kept, and with
+`--clear` deletes it.
 """
 
 from __future__ import annotations
 
+import argparse
 import copy
 import logging
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +22,8 @@ from hydra.errors import InstantiationException
 from omegaconf import DictConfig, OmegaConf
 from tqdm import tqdm
 
+from cbtriton import compile_cache
+from cbtriton.config import WorkloadHints
 from cbtriton.model_zoo import LoadedModel, ModelUnavailableError, load_model
 from cbtriton.report import summarise, write_result_json, write_timeline
 from cbtriton.request import GenerationOutput
@@ -27,9 +32,29 @@ from cbtriton.workloads import Workload
 logger = logging.getLogger(__name__)
 
 
+def command() -> None:
+    """Entry point of the command: `cache` is a word of its own, everything else is Hydra's."""
+    if sys.argv[1:2] == ["cache"]:
+        show_cache(sys.argv[2:])
+    else:
+        main()
+
+
+def show_cache(words: Sequence[str]) -> None:
+    """`cbtriton cache [--clear]`."""
+    parser = argparse.ArgumentParser(prog="cbtriton cache", description="What compilers kept for the next process.")
+    parser.add_argument("--clear", action="store_true", help="delete it; the next run compiles anew")
+    arguments = parser.parse_args(words)
+    folders = compile_cache.cache_folders()
+    print(compile_cache.table(folders))
+    if arguments.clear:
+        compile_cache.clear(folders)
+        print("deleted")
+
+
 @hydra.main(version_base="1.3", config_path="pkg://cbtriton.conf", config_name="config")
 def main(cfg: DictConfig) -> None:
-    """Entry point of the command. A user's mistake ends it with one line and exit code 1."""
+    """Runs what Hydra composed. A user's mistake ends it with one line and exit code 1."""
     try:
         run(cfg, Path(HydraConfig.get().runtime.output_dir))
     except (ValueError, TypeError, NotImplementedError, ModelUnavailableError) as error:
@@ -53,17 +78,23 @@ def run(cfg: DictConfig, output_dir: Path) -> None:
     loaded = load_model(spec)
     workload = source.build(loaded.tokenizer, loaded.model.config.get_text_config().vocab_size)
     model = cbtriton.enable(loaded.model, loaded.tokenizer)
-    with model.continuous_batching_context_manager(
+    manager = model.init_continuous_batching(
         generation_config=_generation_config(loaded.model, cfg.generation),
         continuous_batching_config=batching,
+        workload_hints=_hints(workload),
         kernel_config=kernels,
-        warmup=cfg.warmup,
-    ) as manager:
+    )
+    try:
+        if cfg.warmup:
+            manager.warmup(cfg.progress_bar)
+        manager.start()
         print(f"{loaded.name}: {len(workload.prompts)} prompts of the workload {workload.name}", flush=True)
         started = time.perf_counter()
         outputs = _generate(manager, workload, progress_bar=cfg.progress_bar)
         seconds = time.perf_counter() - started
         stats, steps, engine_config = manager.stats(), manager.step_records(), manager.engine_config
+    finally:
+        manager.destroy()
     if cfg.print_answers:
         _print_answers(loaded, workload, outputs)
     summary = summarise(outputs, stats, seconds)
@@ -88,6 +119,13 @@ def _instantiate(node: DictConfig) -> Any:
         if isinstance(error.__cause__, ValueError | TypeError | NotImplementedError):
             raise error.__cause__ from None
         raise ValueError(str(error)) from error
+
+
+def _hints(workload: Workload) -> WorkloadHints:
+    return WorkloadHints(
+        max_prompt_length=max(map(len, workload.prompts), default=0),
+        max_generated_length=max(workload.max_new_tokens, default=0),
+    )
 
 
 def _generation_config(model: Any, overrides: DictConfig) -> Any:

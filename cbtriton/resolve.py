@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, TypeVar
+from typing import Literal, TypeVar
 
 from cbtriton.config import (
     CompileRegion,
@@ -24,9 +24,6 @@ from cbtriton.config import (
     ModelFacts,
     WorkloadHints,
 )
-
-if TYPE_CHECKING:
-    from transformers import CompileConfig
 
 _Value = TypeVar("_Value")
 _Path = Literal["varlen", "decode"]
@@ -287,7 +284,7 @@ def _async_depth(config: ContinuousBatchingConfig, log: _Log) -> Literal[0, 1]:
 
 
 def _compile_settings(config: ContinuousBatchingConfig, path: _Path) -> CompileSettings | None:
-    explicit: CompileConfig | None = getattr(config, f"{path}_compile_config")
+    explicit = config.varlen_compile_config if path == "varlen" else config.decode_compile_config
     if explicit is not None:
         return CompileSettings.of_config(explicit)
     return CompileSettings.of_level(config.default_compile_level)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -130,3 +132,23 @@ def test_help_shows_groups_and_examples(tmp_path: Path) -> None:
     assert done.returncode == 0
     for expected in ("model: hub, smollm2_135m, tiny_random", "workload=file workload.path=", "page_size: 256"):
         assert expected in done.stdout
+
+
+def test_the_cache_command_shows_what_compilers_kept_and_clears_it(tmp_path: Path) -> None:
+    folders = {"TORCHINDUCTOR_CACHE_DIR": tmp_path / "inductor", "TRITON_CACHE_DIR": tmp_path / "triton"}
+    for folder in folders.values():
+        (folder / "ab").mkdir(parents=True)
+        (folder / "ab" / "kernel").write_bytes(b"x" * (3 << 20))
+    environment = os.environ | {name: str(folder) for name, folder in folders.items()}
+
+    def cache(*arguments: str) -> str:
+        command = [COMMAND, "cache", *arguments]
+        return subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+
+    shown = cache().splitlines()
+    assert [line.split()[-1] for line in shown] == [str(folder) for folder in folders.values()]
+    assert all(re.search(r" 3\.0 MiB +1 files ", line) for line in shown)
+    assert all(folder.exists() for folder in folders.values())
+    assert cache("--clear").splitlines()[-1] == "deleted"
+    assert not any(folder.exists() for folder in folders.values())
+    assert all(re.search(r" 0\.0 MiB +0 files ", line) for line in cache().splitlines())

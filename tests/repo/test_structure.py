@@ -52,7 +52,7 @@ PLACES = {
     "mixin": Place("top", 9),
     "__init__": Place("top", 10),
     # Tools around the engine: they read its records (level 0 to 2) and never the engine itself.
-    **dict.fromkeys(("model_zoo", "report"), Place("tool", 3)),
+    **dict.fromkeys(("model_zoo", "report", "compile_cache"), Place("tool", 3)),
     "workloads": Place("tool", 4),
     "cli": Place("top", 11),
 }
@@ -109,7 +109,9 @@ def test_a_module_uses_only_the_libraries_of_its_side(path: Path) -> None:
         "top": {"torch", "transformers", "tqdm"},
         "tool": {"torch", "transformers", "matplotlib", "numpy", "accelerate", "gguf"},
     }[PLACES[path.stem].side]
-    extra = {"config": {"transformers"}, "cli": {"hydra", "omegaconf"}}.get(path.stem, set())
+    extra = {"config": {"transformers"}, "cli": {"hydra", "omegaconf"}, "compile_cache": {"triton"}}.get(
+        path.stem, set()
+    )
     assert libraries <= allowed | extra
 
 

@@ -182,3 +182,33 @@ def test_every_plan_of_a_scheduler_falls_into_a_listed_bucket(simulation, sizes,
             bucket = policy.bucket(step)
             assert bucket in listed[step.path]
             assert holds(bucket, step)
+
+
+FLEXIBLE = replace(POLICY, padded_paths=(), flexible_paths=PATHS)
+
+
+@pytest.mark.parametrize(
+    ("step", "expected"),
+    [
+        # A size of 1 would be a constant of the graph, so everything has at least 2.
+        (plan("decode", 1, 1, 5), Bucket("decode", 2, 2, 2, 1024)),
+        (plan("varlen", 1, 1, 1025, num_samples=0), Bucket("varlen", 2, 2, 2, 2048)),
+        (plan("varlen", 65, 5, 1025, num_samples=3), Bucket("varlen", 65, 5, 3, 2048)),
+        (plan("decode", 9, 9, 2048), Bucket("decode", 9, 9, 9, 2048)),
+    ],
+)
+def test_a_flexible_path_keeps_sizes_but_those_that_graphs_make_constants_of(step, expected):
+    assert FLEXIBLE.bucket(step) == expected
+
+
+def test_a_flexible_path_prepares_one_bucket_for_each_longest_context():
+    decode, varlen = FLEXIBLE.prepared_buckets("decode"), FLEXIBLE.prepared_buckets("varlen")
+    assert decode == (Bucket("decode", 12, 12, 12, 2048), Bucket("decode", 12, 12, 12, 1024))
+    assert [bucket.max_kv for bucket in varlen] == [2500, 2048, 1024]
+    assert {(bucket.num_tokens, bucket.num_requests) for bucket in varlen} == {(200, 12)}
+    assert [b.max_kv for b in FLEXIBLE.prepared_buckets("varlen", WorkloadHints(1000, 100, 3))] == [2048, 1024]
+
+
+def test_a_padded_path_prepares_all_its_buckets_and_others_none():
+    assert POLICY.prepared_buckets("decode") == POLICY.buckets("decode")
+    assert replace(POLICY, padded_paths=()).prepared_buckets("decode") == ()
