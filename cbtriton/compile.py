@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch._dynamo import config as dynamo_config
+from torch._dynamo.exc import TorchDynamoException
 from torch._dynamo.utils import counters, get_compilation_metrics
 from torch.fx.experimental import _config as shapes_config
 
@@ -63,10 +64,10 @@ class CompileMonitor:
                     skip_nnmodule_hook_guards=False,
                 ),
                 # Sizes that are equal by chance, such as rows and tokens of a decode step, are no promise.
-                shapes_config.patch(use_duck_shape=False),
+                shapes_config.patch(use_duck_shape=False),  # pyright: ignore[reportAttributeAccessIssue]
             ):
                 yield
-        except torch._dynamo.exc.TorchDynamoException as error:
+        except TorchDynamoException as error:
             raise CompileError(
                 f"{name} cannot be compiled: {error}. Set default_compile_level=0, or the path's compile config to None"
             ) from error

@@ -237,8 +237,8 @@ class _Product:
 
     def _multiply(self, input: Tensor, packed: Tensor) -> Tensor:
         # Read at each call: somebody may have changed or replaced them.
-        weights = [module.weight for module in self.modules]
-        biases = [module.bias for module in self.modules if module.bias is not None]
+        weights: list[Tensor] = [module.weight for module in self.modules]
+        biases: list[Tensor] = [module.bias for module in self.modules if module.bias is not None]
         multiply = torch.ops.cbtriton.packed_linear.default if torch.compiler.is_compiling() else _packed_linear
         return multiply(input, packed, weights, biases, sum(self._sizes))
 
@@ -267,7 +267,9 @@ def _forward(self: nn.Linear, input: Tensor) -> Tensor:
     product = None if place is None else place.product
     packed = None if product is None else product.packed
     if (
-        packed is None
+        place is None
+        or product is None
+        or packed is None
         or input.dtype is not self.weight.dtype
         or torch.is_autocast_enabled("cpu")
         or (torch.is_grad_enabled() and _requires_grad(self, input))

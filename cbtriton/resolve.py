@@ -83,9 +83,9 @@ def resolve(
     max_requests = _max_requests(config, wanted_requests, requests_why, num_blocks, log)
     max_model_len = _max_model_len(config, facts, num_blocks, log)
     max_decode_blocks = _max_decode_blocks(config, hints, max_model_len, log)
-    compiled = {path: _compile_settings(config, path) for path in _PATHS}
+    compiled: dict[_Path, CompileSettings | None] = {path: _compile_settings(config, path) for path in _PATHS}
     padded_paths = _padded_paths(config, compiled, log)
-    flexible_paths = tuple(path for path in _PATHS if compiled[path] and path not in padded_paths)
+    flexible_paths: tuple[_Path, ...] = tuple(path for path in _PATHS if compiled[path] and path not in padded_paths)
     return EngineConfig(
         page_size=config.page_size,
         num_blocks=num_blocks,
@@ -286,6 +286,8 @@ def _async_depth(config: ContinuousBatchingConfig, log: _Log) -> Literal[0, 1]:
 def _compile_settings(config: ContinuousBatchingConfig, path: _Path) -> CompileSettings | None:
     explicit = config.varlen_compile_config if path == "varlen" else config.decode_compile_config
     if explicit is not None:
+        # What was given as a dict became one of these when the configuration was checked.
+        assert not isinstance(explicit, dict)
         return CompileSettings.of_config(explicit)
     return CompileSettings.of_level(config.default_compile_level)
 
@@ -304,7 +306,9 @@ def _padded_paths(
     """The paths whose steps are padded: all where an interval above 1 was asked for, else those with fixed sizes."""
     if max(config.q_padding_interval_size, config.kv_padding_interval_size) > 1:
         return _PATHS
-    fixed = tuple(path for path, settings in compiled.items() if settings and not settings.dynamic)
+    fixed: tuple[_Path, ...] = tuple(
+        path for path, settings in compiled.items() if settings is not None and not settings.dynamic
+    )
     if fixed:
         return log.decide("padded_paths", None, fixed, "compiled for fixed sizes")
     why = "graphs for any size" if any(compiled.values()) else "nothing is compiled or captured"
