@@ -201,17 +201,14 @@ class Engine:
             return False
         scheduled = time.perf_counter()
         bucket = self._padding.bucket(plan)
-        inputs = self._runner.prepare(plan, bucket)
-        prepared = time.perf_counter()
-        step = self._runner.launch(plan, bucket, inputs)
+        step = self._runner.launch(plan, bucket)
         record = self._record(plan, bucket, start)
         record = replace(
             record,
             num_preempted=self._scheduler.counters.preemptions - num_preempted,
             schedule_time=scheduled - start,
-            prepare_time=prepared - scheduled,
         )
-        self._in_flight.append(_Launched(step, record, prepared))
+        self._in_flight.append(_Launched(step, record, scheduled))
         return True
 
     def _commit_oldest(self) -> list[GenerationOutput]:
@@ -219,7 +216,13 @@ class Engine:
         result = launched.step.wait()
         done = time.perf_counter()
         outputs = self._scheduler.commit(launched.step.plan, result)
-        record = replace(launched.record, run_time=done - launched.launch_time, update_time=time.perf_counter() - done)
+        prepare_time = launched.step.prepare_time
+        record = replace(
+            launched.record,
+            prepare_time=prepare_time,
+            run_time=done - launched.launch_time - prepare_time,
+            update_time=time.perf_counter() - done,
+        )
         self._records.append(record)
         self._count(record)
         return outputs

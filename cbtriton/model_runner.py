@@ -1,8 +1,10 @@
-"""Runs plans on the device. Streams, events and (later) graphs live here and nowhere else."""
+"""Runs plans on the device. Streams, events, the worker thread and (later) graphs live here and nowhere else."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 
@@ -27,30 +29,52 @@ _ANY = SampleFeatures(all_greedy=False, use_top_k=True, use_top_p=True, use_min_
 
 
 @dataclass(frozen=True, slots=True)
-class InFlightStep:
-    """A step that was launched. Its results may still be on their way.
+class _Sampled:
+    """What a launched step gives. It may still be on its way.
 
     Attributes:
-        plan: What it runs.
         token_ids: `[num_samples]` int64 on the host.
         logprobs: `[num_samples]` float32 on the host; None when not asked for.
         is_valid: `[num_samples]` bool on the host.
         ready: Event after which the three can be read; None where work is done when it returns.
+        prepare_time: Seconds to fill the step's inputs.
     """
 
-    plan: BatchPlan
     token_ids: Tensor
     logprobs: Tensor | None
     is_valid: Tensor
     ready: torch.cuda.Event | None
+    prepare_time: float
+
+
+@dataclass(frozen=True, slots=True)
+class InFlightStep:
+    """A step that was launched, or that a worker thread is about to launch.
+
+    Attributes:
+        plan: What it runs.
+    """
+
+    plan: BatchPlan
+    _launched: Future[_Sampled]
 
     def wait(self) -> StepResult:
-        """Blocks until the step is done and returns what it sampled."""
-        if self.ready is not None:
-            self.ready.synchronize()
-        token_ids = self.token_ids.tolist()
-        logprobs = [None] * len(token_ids) if self.logprobs is None else self.logprobs.tolist()
-        return StepResult(tuple(map(SampledToken, token_ids, logprobs, self.is_valid.tolist())))
+        """Blocks until the step is done and returns what it sampled.
+
+        Raises:
+            Exception: Whatever ended the worker's launch.
+        """
+        sampled = self._launched.result()
+        if sampled.ready is not None:
+            sampled.ready.synchronize()
+        token_ids = sampled.token_ids.tolist()
+        logprobs = [None] * len(token_ids) if sampled.logprobs is None else sampled.logprobs.tolist()
+        return StepResult(tuple(map(SampledToken, token_ids, logprobs, sampled.is_valid.tolist())))
+
+    @property
+    def prepare_time(self) -> float:
+        """Seconds to fill the step's inputs, once it is done."""
+        return self._launched.result().prepare_time
 
 
 class ModelRunner:
@@ -96,6 +120,9 @@ class ModelRunner:
             path: self._run if how is None or self._region == "layer" else torch.compile(self._run, **how.arguments())
             for path, how in self._settings.items()
         }
+        # A device runs beside the host by itself; on a CPU a thread does.
+        self._has_worker = config.async_depth > 0 and adapter.device.type == "cpu"
+        self._worker: ThreadPoolExecutor | None = None
         self.monitor = CompileMonitor()
 
     @property
@@ -103,15 +130,15 @@ class ModelRunner:
         """Whether any path is compiled."""
         return any(self._settings.values())
 
-    def prepare(self, plan: BatchPlan, bucket: Bucket) -> StepInputs:
-        """Sends a plan to the device. Must be followed by `launch` of the same plan before the next `prepare`."""
-        return self._writer.fill(plan, bucket)
-
-    def launch(self, plan: BatchPlan, bucket: Bucket, inputs: StepInputs) -> InFlightStep:
-        """Enqueues a prepared step."""
-        if plan.block_copies:
-            self._copy_blocks(plan.block_copies)
-        return self._send_back(plan, *self._launch(bucket, inputs))
+    def launch(self, plan: BatchPlan, bucket: Bucket) -> InFlightStep:
+        """Enqueues a step: behind those in flight, on the device or on the worker thread that stands in for one."""
+        if self._has_worker:
+            if self._worker is None:
+                self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="cbtriton-step")
+            return InFlightStep(plan, self._worker.submit(self._enqueue, plan, bucket))
+        launched: Future[_Sampled] = Future()
+        launched.set_result(self._enqueue(plan, bucket))
+        return InFlightStep(plan, launched)
 
     def warm_up(self, bucket: Bucket) -> None:
         """Runs a step of padding at the sizes of `bucket`, so that everything it needs has been compiled."""
@@ -127,13 +154,34 @@ class ModelRunner:
             bucket: At which sizes.
             compiled: Whether compiled layers run as such. What is compiled as part of a whole step never does.
         """
-        inputs = self.prepare(plan, bucket)
+        inputs = self._writer.fill(plan, bucket)
         with self._compiled(bucket) if compiled else nullcontext():
             return self._logits(inputs, bucket.path, bucket.num_tokens, bucket.max_kv)[: _num_samples(plan)]
 
     def close(self) -> None:
-        """Gives the layers back as they were."""
+        """Waits for a step that is running, forgets those behind it, and gives the layers back as they were."""
+        if self._worker is not None:
+            self._worker.shutdown(cancel_futures=True)
+            self._worker = None
         self._layers.uninstall()
+
+    def _enqueue(self, plan: BatchPlan, bucket: Bucket) -> _Sampled:
+        start = time.perf_counter()
+        inputs = self._writer.fill(plan, bucket)
+        prepare_time = time.perf_counter() - start
+        if plan.block_copies:
+            self._copy_blocks(plan.block_copies)
+        token_ids, logprobs, is_valid = self._launch(bucket, inputs)
+        count = _num_samples(plan)
+        host = self._to_host(token_ids[:count]), self._to_host(logprobs[:count]), self._to_host(is_valid[:count])
+        ready = None
+        if self._adapter.device.type == "cuda":
+            ready = torch.cuda.Event()
+            ready.record()
+        return _Sampled(host[0], host[1] if self._return_logprobs else None, host[2], ready, prepare_time)
+
+    def _to_host(self, column: Tensor) -> Tensor:
+        return column if column.device.type == "cpu" else column.to("cpu", non_blocking=True)
 
     @torch.no_grad()
     def _launch(self, bucket: Bucket, inputs: StepInputs) -> tuple[Tensor, Tensor, Tensor]:
@@ -207,23 +255,6 @@ class ModelRunner:
         targets = torch.tensor([copy.target for copy in copies], device=device)
         for layer in self._cache.layers:
             self._kernels.block_copy(layer.key, layer.value, sources, targets)
-
-    def _send_back(self, plan: BatchPlan, token_ids: Tensor, logprobs: Tensor, is_valid: Tensor) -> InFlightStep:
-        count = _num_samples(plan)
-        token_ids, is_valid = token_ids[:count], is_valid[:count]
-        host_logprobs = logprobs[:count] if self._return_logprobs else None
-        if self._adapter.device.type != "cuda":
-            return InFlightStep(plan, token_ids, host_logprobs, is_valid, ready=None)
-        ready = torch.cuda.Event()
-        step = InFlightStep(
-            plan,
-            token_ids.to("cpu", non_blocking=True),
-            None if host_logprobs is None else host_logprobs.to("cpu", non_blocking=True),
-            is_valid.to("cpu", non_blocking=True),
-            ready,
-        )
-        ready.record()
-        return step
 
 
 def _num_samples(plan: BatchPlan) -> int:
