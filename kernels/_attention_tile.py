@@ -51,13 +51,13 @@ def layer_constants(
     query: Tensor, key_cache: Tensor, value_cache: Tensor, window: int, softcap: float, target: str
 ) -> Mapping[str, Any]:
     """The constants that every attention kernel takes: `query [_, Hq, Dk]`, caches `[N, P, Hkv, D]`."""
-    return _layer_constants(
+    return constants_of_shapes(
         query.shape[1], *key_cache.shape[1:], value_cache.shape[3], window > 0, softcap != 0.0, min_dot(target)
     )
 
 
 @cache
-def _layer_constants(
+def constants_of_shapes(
     num_heads: int,
     page_size: int,
     kv_heads: int,
@@ -67,6 +67,7 @@ def _layer_constants(
     has_softcap: bool,
     least: int,
 ) -> Mapping[str, Any]:
+    """The same from plain numbers; `least` is the shortest side of a product."""
     (d0, d1), (v0, v1) = split_head_dim(key_dim, least), split_head_dim(value_dim, least)
     return {
         "KV_HEADS": kv_heads,

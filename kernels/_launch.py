@@ -27,6 +27,8 @@ Choice = TypeVar("Choice")
 
 INTERPRETER = "interpreter"
 CPU = "cpu"
+# Read once, as Triton does when it decorates kernels: asking at every launch would cost more than small kernels do.
+INTERPRETED = bool(knobs.runtime.interpret)
 # Launch tables have an entry for each of these targets, for `CPU` and for the interpreter; a GPU in between takes that
 # of the nearest older one of its vendor. The numbers are the processors of A100, H100 and H200, B200, MI300X.
 _RECORDED_PROCESSORS = {"sm_80": 108, "sm_90": 132, "sm_100": 148, "gfx942": 304}
@@ -74,7 +76,7 @@ def record_launches(target: str) -> Iterator[list[RecordedLaunch]]:
     """
     if target not in _RECORDED_PROCESSORS:
         raise ValueError(f"target must be one of {', '.join(_RECORDED_PROCESSORS)}, got {target!r}")
-    if knobs.runtime.interpret:
+    if INTERPRETED:
         raise RuntimeError("launches cannot be recorded with TRITON_INTERPRET set; unset it and start a new process")
     launches: list[RecordedLaunch] = []
     token = _recording.set(_Recording(target, launches))
@@ -116,7 +118,7 @@ def uses_triton(module: ModuleType) -> bool:
 
 def native_target(device: torch.device) -> str | None:
     """The target that runs kernels on `device` at full speed; None where there is none, see `why_not_native`."""
-    return None if knobs.runtime.interpret else _native_target(device)
+    return None if INTERPRETED else _native_target(device)
 
 
 @cache
@@ -128,7 +130,7 @@ def _native_target(device: torch.device) -> str | None:
 
 def why_not_native(device: torch.device) -> str | None:
     """What keeps kernels from running on `device` at full speed; None where nothing does."""
-    if knobs.runtime.interpret:
+    if INTERPRETED:
         return "TRITON_INTERPRET is set"
     if device.type == "cuda":
         return None
@@ -143,7 +145,7 @@ def target_of(device: torch.device) -> str:
     """
     if (recording := _recording.get()) is not None:
         return recording.target
-    if knobs.runtime.interpret:
+    if INTERPRETED:
         return INTERPRETER
     target = _native_target(device)
     if target is None:
@@ -170,7 +172,7 @@ def num_processors(device: torch.device) -> int:
     """Streaming multiprocessors, compute units or threads of the target: what sizes a persistent kernel's grid."""
     if (recording := _recording.get()) is not None:
         return _RECORDED_PROCESSORS[recording.target]
-    if knobs.runtime.interpret:
+    if INTERPRETED:
         return _INTERPRETER_PROCESSORS
     if device.type == "cpu":
         return torch.get_num_threads()
@@ -211,7 +213,7 @@ def launch(
         recording.launches.append(RecordedLaunch(kernel, grid, arguments, num_warps, num_stages, enable_fp_fusion))
         return
     options = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": enable_fp_fusion}
-    if isinstance(args[0], Tensor) and args[0].device.type == "cpu" and isinstance(kernel, JITFunction):
+    if isinstance(args[0], Tensor) and args[0].is_cpu and isinstance(kernel, JITFunction):
         launch_compiled(kernel, grid, args, options, constants)
     else:
         kernel[grid](*args, **options, **constants)

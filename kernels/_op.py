@@ -11,6 +11,7 @@ from typing import Generic, ParamSpec, TypeVar
 
 import torch
 from torch._ops import OpOverload
+from torch.compiler import is_compiling
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -47,7 +48,7 @@ class KernelOp(Generic[P, R]):
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Runs the kernel; see the launcher for arguments and result."""
-        if torch.compiler.is_compiling():
+        if is_compiling():
             return self.op(*args, **kwargs)
         return self.launcher(*args, **kwargs)
 

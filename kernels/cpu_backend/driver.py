@@ -97,10 +97,13 @@ class CPULauncher:
         self._has_descriptors = any(str(type_).startswith("tensordesc") for type_ in types)
         if len(types) != len(kinds) and not self._has_descriptors:
             raise CPUBackendError(f"kernel {self._name!r}: {len(types)} arguments, compiled for {len(kinds)}")
-        self._is_flat = all(len(path) == 1 for path in self._path)
-        self._positions = [path[0] for path in self._path]
         self._pointers = [i for i, kind in enumerate(kinds) if kind == "ptr"]
         self._unsigned = [i for i, type_ in enumerate(types) if type_ == "u64"] if not self._has_descriptors else []
+        # Of most kernels every argument is one word: a number that needs no change, or where a tensor is.
+        is_plain = not (self._has_descriptors or self._unsigned) and all(len(path) == 1 for path in self._path)
+        self._plain = (
+            [(path[0], kind == "ptr") for path, kind in zip(self._path, kinds, strict=True)] if is_plain else []
+        )
         self._pack = struct.Struct("".join("d" if kind in FLOATS else "q" for kind in kinds)).pack
         # A descriptor is several arguments, which have no names of their own.
         numbers = [f"argument {i}" for i in range(len(kinds))]
@@ -123,27 +126,48 @@ class CPULauncher:
         exit_hook: Callable | None,
         *args: Any,
     ) -> None:
-        """Runs the kernel on a grid of programs, and waits for it."""
+        """Runs the kernel between its hooks, as Triton asks for; an empty grid runs nothing."""
         if grid_x * grid_y * grid_z <= 0:
             return
-        values = [args[i] for i in self._positions] if self._is_flat else [_at(args, path) for path in self._path]
-        if self._has_descriptors:
-            values = [part for value in values for part in _decomposed(value)]
-        tensors = [values[i] for i in self._pointers] if self._checked else []
+        if enter_hook is not None:
+            enter_hook(launch_metadata)
+        self.run(function, (grid_x, grid_y, grid_z), args)
+        if exit_hook is not None:
+            exit_hook(launch_metadata)
+
+    def run(self, function: Any, grid: tuple[int, int, int], args: Sequence[Any]) -> None:
+        """Runs the kernel on a grid of programs, and waits for it.
+
+        Args:
+            function: The compiled code.
+            grid: Number of programs per axis.
+            args: The kernel's parameters, constants included.
+        """
+        try:
+            values = [args[i].data_ptr() if is_pointer else args[i] for i, is_pointer in self._plain]
+        except AttributeError:
+            values = []
+        packed = self._pack(*(values or self._words(args)))
+        if self._checked:
+            parts = self._parts(args)
+            self._checked.run(function, packed, grid, [parts[i] for i in self._pointers])
+        else:
+            function(packed, self._pack_grid(*grid), self._threads(), None)
+
+    def _parts(self, args: Sequence[Any]) -> list[Any]:
+        """The arguments of the compiled function."""
+        parts = [_at(args, path) for path in self._path]
+        return [piece for part in parts for piece in _decomposed(part)] if self._has_descriptors else parts
+
+    def _words(self, args: Sequence[Any]) -> list[Any]:
+        """What is packed for arguments of any kind: addresses may be numbers or None."""
+        values = self._parts(args)
         for i in self._pointers:
             value = values[i]
             values[i] = value.data_ptr() if hasattr(value, "data_ptr") else int(value or 0)
         for i in self._unsigned:
             values[i] = (values[i] + 2**63) % 2**64 - 2**63
-        packed = self._pack(*values)
-        if enter_hook is not None:
-            enter_hook(launch_metadata)
-        if self._checked:
-            self._checked.run(function, packed, (grid_x, grid_y, grid_z), tensors)
-        else:
-            function(packed, self._pack_grid(grid_x, grid_y, grid_z), self._threads(), None)
-        if exit_hook is not None:
-            exit_hook(launch_metadata)
+        return values
 
 
 def _argument_paths(signature: Sequence[Any], prefix: tuple[int, ...] = ()) -> list[tuple[int, ...]]:

@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from cbtriton.kernels.cpu_backend.errors import UnsupportedError
+from cbtriton.kernels.cpu_backend.extents import stored_extent
 from cbtriton.kernels.cpu_backend.instrument import Access, Instrument
 from cbtriton.kernels.cpu_backend.ir import FLOATS, INT_BITS, Block, Function, Op, Type, Value, index_uses
 from cbtriton.kernels.cpu_backend.nest import (
@@ -123,7 +124,7 @@ class _Emitter:
     def __init__(self, function: Function, check: bool) -> None:
         self._function = function
         self._context = Context(
-            plan=make_plan(function, may_stream=not check),
+            plan=make_plan(function, is_checked=check),
             scalars={},
             arrays={},
             names=Names(),
@@ -236,7 +237,7 @@ class _Emitter:
             nest.line(f"{name}[{at.code}] = {element};")
 
         nest = Nest(self._context)
-        self._scope(nest.loops(value.type.shape, body))
+        self._scope(nest.loops(self._plan.extent(value), body))
 
     def _materialise(self, value: Value) -> None:
         """Gives a value its array and fills it."""
@@ -251,7 +252,7 @@ class _Emitter:
             nest.line(f"{name}[{linear_index(index, value.type.shape).code}] = {element};")
 
         nest = Nest(self._context)
-        self._scope(nest.loops(value.type.shape, body))
+        self._scope(nest.loops(self._plan.extent(value), body))
         self._plan.arrays.add(value)
         if raw:
             self._plan.raw.add(value)
@@ -349,7 +350,8 @@ class _Emitter:
             nest.store(op, ())
             self._scope(nest.code)
             return
-        self._scope(nest.loops(shape, lambda index: nest.store(op, index), skips=True))
+        extent = shape if self._context.instrument else stored_extent(op)
+        self._scope(nest.loops(extent, lambda index: nest.store(op, index), skips=True))
 
     def _tt_atomic_rmw(self, op: Op) -> None:
         kind = op.operands[1].type
@@ -475,7 +477,7 @@ class _Emitter:
         if len(shape) not in (2, 3):
             raise UnsupportedError(f"a product of blocks with {len(shape)} dimensions", op.loc, self._function.name)
         k = a.type.shape[-1]
-        m, n = shape[-2:]
+        m, n = self._plan.extent(result)[-2], shape[-1]
         is_fast = result.type.elem in ("f32", "f16", "bf16") and a.type.elem in ("f32", "f16", "bf16")
         if op in self._plan.streamed:
             self._streamed_dot(op)
@@ -502,7 +504,7 @@ class _Emitter:
             if dot not in self._row_arrays:
                 self._find_rows(dot)
         left = self._matrix(op.operands[0], True)
-        (m, n), k = op.result.type.shape, op.operands[0].type.shape[1]
+        (m, n), k = (self._plan.extent(op.result)[0], op.result.type.shape[1]), op.operands[0].type.shape[1]
         name = self._dot_target(op)
         kind = {"f16": "Half", "bf16": "Brain", "f32": "Single"}[streamed_load(op).result.type.elem]
         function = "dot_rows" if is_matrix_transpose(op.operands[1]) else "dot_f32"
@@ -629,7 +631,7 @@ class _Emitter:
             for total, value in zip(totals, op.results, strict=True):
                 nest.line(f"{self._place(value, index)} = {total}[0];")
 
-        self._scope(self._rows(nest, shape[:-1], row))
+        self._scope(self._rows(nest, self._plan.extent(op.operands[0])[:-1], row))
 
     def _rows(self, nest: Nest, shape: tuple[int, ...], body: Callable, index: tuple[Expr, ...] = ()) -> list[str]:
         """Outer loops over the first sides of a block."""

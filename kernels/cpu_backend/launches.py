@@ -6,15 +6,16 @@ the compiled code can depend on at most, and found in one dictionary.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor
 from triton import knobs
 from triton.runtime.jit import JITFunction
 
-# Compiled kernels by everything that their code may depend on. Grows as Triton's own table of them does.
-_compiled: dict[tuple, Any] = {}
+# By everything that code may depend on: how it is called, the code, and the constants in the order of the parameters.
+# Grows as Triton's own table of kernels does.
+_compiled: dict[tuple, tuple[Callable, Any, tuple]] = {}
 
 
 def launch_compiled(
@@ -24,26 +25,27 @@ def launch_compiled(
 
     Args:
         kernel: What to run.
-        grid: Number of programs per axis.
+        grid: Number of programs per axis; none is 0.
         args: The kernel's first parameters, in order: tensors, numbers and None.
         options: Options of the compiler.
         constants: All other parameters by name.
     """
-    # The function, because a kernel's own hash is that of its source.
-    key = (kernel.fn, *options.items(), *map(_kind, args), *constants.items())
-    compiled = _compiled.get(key)
-    if compiled is None or knobs.runtime.launch_enter_hook.calls or knobs.runtime.launch_exit_hook.calls:
-        _compiled[key] = kernel[grid](*args, **options, **constants)
+    # The function, because a kernel's own hash is that of its source. No calls for the frequent kinds of arguments.
+    kinds = [x.dtype if isinstance(x, Tensor) else _kind(x) if type(x) is int else type(x) for x in args]
+    key = (kernel.fn, *options, *options.values(), *kinds, *constants, *constants.values())
+    found = _compiled.get(key)
+    hooks = knobs.runtime
+    if found is None or hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls:
+        compiled = kernel[grid](*args, **options, **constants)
+        rest = tuple(constants[name] for name in kernel.arg_names[len(args) :])
+        _compiled[key] = compiled.run.run, compiled.function, rest
         return
-    rest = [constants[name] for name in kernel.arg_names[len(args) :]]
-    sides = (*grid, 1, 1)[:3]
-    compiled.run(*sides, 0, compiled.function, compiled.packed_metadata, None, None, None, *args, *rest)
+    run, function, rest = found
+    run(function, (*grid, 1, 1)[:3], args + rest)
 
 
-def _kind(arg: Any) -> Any:
-    """What the code may depend on of an argument: Triton makes a constant of 1, and chooses types by size."""
-    if isinstance(arg, Tensor):
-        return arg.dtype
-    if isinstance(arg, int):
-        return bool if isinstance(arg, bool) else (arg == 1, -(2**31) <= arg < 2**31, arg < 2**63)
-    return type(arg)
+def _kind(number: int) -> int:
+    """What code may depend on of an integer: Triton makes a constant of 1, and chooses types by size."""
+    if number == 1:
+        return 1
+    return 2 if -(2**31) <= number < 2**31 else 3 if number < 2**63 else 4

@@ -241,7 +241,7 @@ class Nest:
         lines = self._captured(level, lambda: body(Expr(name, level)))
         spans, self._spans = self._spans, outer_spans
         masks = self._take_masks()
-        if spans:
+        if spans and size % min(spans) == 0:
             self.strips(size, min(spans), 0, body, vector, skips, has_origin=True)
         elif self._may_speed_up(masks, size):
             self.strips(size, min(size, STRIP), 0, body, vector, skips)

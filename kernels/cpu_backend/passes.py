@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import prod
 
 from cbtriton.kernels.cpu_backend.analysis import stride
+from cbtriton.kernels.cpu_backend.extents import needed_extents
 from cbtriton.kernels.cpu_backend.ir import Block, Function, Op, Type, Value, index_uses, new_op, walk
 from cbtriton.kernels.cpu_backend.ops import ELEMENT_WISE
 
@@ -45,12 +47,18 @@ class Plan:
         raw: Arrays of 16-bit floats that hold the bits as in memory, because they are only copied.
         in_place: Results that are written over an array that already exists, that of a loop's carried value.
         streamed: Products whose right operand, or its transpose, is read from memory row by row, and never kept.
+        extents: How much of blocks is needed; others are needed whole.
     """
 
     arrays: set[Value] = field(default_factory=set)
     raw: set[Value] = field(default_factory=set)
     in_place: dict[Value, Value] = field(default_factory=dict)
     streamed: set[Op] = field(default_factory=set)
+    extents: Mapping[Value, tuple[int, ...]] = field(default_factory=dict)
+
+    def extent(self, value: Value) -> tuple[int, ...]:
+        """The sides of the part of a block that is computed."""
+        return self.extents.get(value, value.type.shape)
 
 
 def is_unit_reshape(op: Op) -> bool:
@@ -179,16 +187,23 @@ def _insert_before(op: Op, new: Op) -> None:
 # ---- Where values are computed
 
 
-def make_plan(function: Function, may_stream: bool = True) -> Plan:
+def make_plan(function: Function, is_checked: bool = False) -> Plan:
     """Decides which block values get arrays.
 
     A value is computed inside the loop of its consumer, unless several loops need it and it is not cheap, a deeper
     loop or every turn of an outer one needs it, it crosses a branch or a loop's end, or moving it would move a load
     across a write.
+
+    Args:
+        function: The kernel, after all rewrites.
+        is_checked: Whether every access is checked, for which all of them must be made one by one.
     """
     # What operands cost depends on whether they have arrays, which is decided later: hence a second turn.
-    likely = _Planner(function, set(), may_stream).run().arrays
-    return _Planner(function, likely, may_stream).run()
+    likely = _Planner(function, set(), not is_checked).run().arrays
+    plan = _Planner(function, likely, not is_checked).run()
+    if not is_checked:
+        plan.extents = needed_extents(function)
+    return plan
 
 
 class _Planner:

@@ -185,9 +185,15 @@ CPU_INLINE int64_t to_i64(float x) {
 // ---- Floats: numbers win over NaN in min/maxnum, NaN wins in minimum/maximum.
 
 template <class T>
-CPU_INLINE T maxnum(T a, T b) { return a > b ? a : (b == b ? b : a); }
+CPU_INLINE T maxnum(T a, T b) {
+  const T larger = a > b ? a : b;  // one instruction, unlike a branch on it
+  return b == b ? larger : a;
+}
 template <class T>
-CPU_INLINE T minnum(T a, T b) { return a < b ? a : (b == b ? b : a); }
+CPU_INLINE T minnum(T a, T b) {
+  const T smaller = a < b ? a : b;
+  return b == b ? smaller : a;
+}
 template <class T>
 CPU_INLINE T maximum(T a, T b) { return a != a ? a : (a > b ? a : b); }
 template <class T>
@@ -429,7 +435,7 @@ CPU_INLINE void dot_block(const float* a, Right b, int column, float* c) {
 // Columns of a product that one block of MR rows computes at a time, in vectors: as many sums as registers hold, and
 // more than a multiply-add takes cycles.
 template <int MR>
-constexpr int kBlockVectors = kLanes == 16 ? 6 : MR == 4 ? 3 : MR == 2 ? 4 : 8;
+constexpr int kBlockVectors = kLanes == 16 ? 6 : MR >= 3 ? 3 : MR == 2 ? 4 : 8;
 
 template <int MR, int NV, int LEFT, int K, int N, class Right>
 CPU_INLINE void dot_columns(const float* a, Right b, int column, float* c) {
@@ -442,7 +448,7 @@ CPU_INLINE void dot_columns(const float* a, Right b, int column, float* c) {
 template <int M, int N, int K, class Right>
 static __attribute__((noinline)) void dot_f32(const float* __restrict a, Right b, float* __restrict c) {
   if constexpr (N >= kLanes) {
-    constexpr int MR = M >= 4 ? 4 : M;
+    constexpr int MR = M % 4 == 0 ? 4 : M % 3 == 0 ? 3 : M % 2 == 0 ? 2 : 1;
     // Columns in pieces that are short enough to be unrolled, and whose part of B stays in the cache for all rows.
     constexpr int piece = N < 16 * kLanes ? N : 16 * kLanes;
     for (int n = 0; n < N; n += piece)
@@ -491,22 +497,29 @@ CPU_INLINE vfloat lane_sums(vfloat* v) {
 // C[M][N] += A[M][K] B[N][K]^T for few rows of A: without putting B in order, which would take longer than the sums.
 template <int M, int N, int K, class Right>
 static __attribute__((noinline)) void dot_rows(const float* __restrict a, Right b, float* __restrict c) {
-  constexpr int MR = M < kLanes ? M : kLanes, NR = kLanes / MR;
-  if constexpr (N % NR == 0 && K % kLanes == 0) {
+  // One vector of sums, or three rows by four.
+  constexpr int MR = M % 3 == 0 ? 3 : M < kLanes ? M : kLanes, NR = MR == 3 ? 4 : kLanes / MR;
+  constexpr int vectors = (MR * NR + kLanes - 1) / kLanes;
+  if constexpr (M % MR == 0 && N % NR == 0 && K % kLanes == 0) {
     for (int m0 = 0; m0 < M; m0 += MR)
       for (int n0 = 0; n0 < N; n0 += NR) {
-        vfloat acc[kLanes] = {};
+        vfloat acc[vectors * kLanes] = {};
         for (int k = 0; k < K; k += kLanes) {
-          vfloat row[NR];
+          vfloat left[MR];
 #pragma GCC unroll 16
-          for (int n = 0; n < NR; n++) row[n] = b.at(n0 + n, k);
+          for (int m = 0; m < MR; m++) left[m] = vload(a + (m0 + m) * K + k);
 #pragma GCC unroll 16
-          for (int i = 0; i < kLanes; i++) acc[i] = vfma(vload(a + (m0 + i / NR) * K + k), row[i % NR], acc[i]);
+          for (int n = 0; n < NR; n++) {
+            const vfloat row = b.at(n0 + n, k);
+#pragma GCC unroll 16
+            for (int m = 0; m < MR; m++) acc[m * NR + n] = vfma(left[m], row, acc[m * NR + n]);
+          }
         }
-        float sums[kLanes];
-        vstore(sums, lane_sums(acc));
+        float sums[vectors * kLanes];
+#pragma GCC unroll 4
+        for (int i = 0; i < vectors; i++) vstore(sums + i * kLanes, lane_sums(acc + i * kLanes));
 #pragma GCC unroll 16
-        for (int i = 0; i < kLanes; i++) c[(m0 + i / NR) * N + n0 + i % NR] += sums[i];
+        for (int i = 0; i < MR * NR; i++) c[(m0 + i / NR) * N + n0 + i % NR] += sums[i];
       }
   } else {
     for (int m = 0; m < M; m++)

@@ -9,7 +9,10 @@ few rows with long contexts leave most of a GPU idle.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
+from typing import Any
 
 import triton
 import triton.language as tl
@@ -17,10 +20,11 @@ from torch import Tensor
 
 from cbtriton.kernels._attention_tile import (
     add_values,
+    constants_of_shapes,
     heads_per_program,
-    layer_constants,
     load_page_ids,
     load_rows,
+    min_dot,
     score_factor,
     score_tile,
     sink_step,
@@ -136,6 +140,35 @@ def plan(
     return seq_lens.new_empty(0)
 
 
+@cache
+def _config(
+    target: str,
+    num_heads: int,
+    page_size: int,
+    kv_heads: int,
+    key_dim: int,
+    value_dim: int,
+    itemsize: int,
+    has_window: bool,
+    has_softcap: bool,
+    has_sinks: bool,
+) -> tuple[int, Mapping[str, Any]]:
+    """Programs of a row, and options and constants of the launch."""
+    config = pick(_LAUNCHES[target], key_dim * itemsize, "bytes of a key head")
+    flags = (has_window, has_softcap, min_dot(target))
+    constants = constants_of_shapes(num_heads, page_size, kv_heads, key_dim, value_dim, *flags)
+    heads = heads_per_program(constants["GROUP"], target)
+    options = {
+        "HAS_SINKS": has_sinks,
+        "HEADS": heads,
+        "TILE": config.tile,
+        "num_warps": config.num_warps,
+        "num_stages": config.num_stages,
+        **constants,
+    }
+    return kv_heads * ceil_div(constants["GROUP"], heads), options
+
+
 @kernel_op("decode_attention_single_pass")
 def decode_attention(
     query: Tensor,
@@ -152,15 +185,14 @@ def decode_attention(
     max_kv: int,
 ) -> Tensor:
     """Attention of one query token per row; see `reference.decode_attention`."""
-    num_rows, num_heads, key_dim = query.shape
-    target = target_of(query.device)
-    constants = layer_constants(query, key_cache, value_cache, window, softcap, target)
-    config = pick(_LAUNCHES[target], key_dim * key_cache.itemsize, "bytes of a key head")
-    heads = heads_per_program(constants["GROUP"], target)
-    out = value_cache.new_empty(num_rows, num_heads, value_cache.shape[3])
+    num_rows, num_heads, _ = query.shape
+    value_dim = value_cache.shape[3]
+    sizes = (num_heads, *key_cache.shape[1:], value_dim, key_cache.itemsize)
+    programs, options = _config(target_of(query.device), *sizes, window > 0, softcap != 0.0, sinks is not None)
+    out = value_cache.new_empty(num_rows, num_heads, value_dim)
     launch(
         _decode,
-        (constants["KV_HEADS"] * ceil_div(constants["GROUP"], heads), num_rows),
+        (programs, num_rows),
         query,
         key_cache,
         value_cache,
@@ -172,15 +204,9 @@ def decode_attention(
         scale,
         window,
         softcap,
-        query.stride(0),
-        query.stride(1),
+        *query.stride()[:2],
         block_tables.stride(0),
-        HAS_SINKS=sinks is not None,
-        HEADS=heads,
-        TILE=config.tile,
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
-        **constants,
+        **options,
     )
     return out
 

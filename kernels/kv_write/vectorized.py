@@ -5,6 +5,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from functools import cache
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -72,12 +75,26 @@ def _kv_write(
     )
 
 
+@cache
+def _config(target: str, heads: int, key_dim: int, value_dim: int) -> tuple[int, int, Mapping[str, int]]:
+    """Tokens of a program, warps, and the kernel's constants."""
+    tokens, block, num_warps = _LAUNCHES[target]
+    constants = {
+        "HEADS": heads,
+        "KEY_DIM": key_dim,
+        "VALUE_DIM": value_dim,
+        "TOKENS": tokens,
+        "KEY_BLOCK": min(block, power_of_two(heads * key_dim)),
+        "VALUE_BLOCK": min(block, power_of_two(heads * value_dim)),
+    }
+    return tokens, num_warps, constants
+
+
 @kernel_op("kv_write_vectorized", mutates_args=("key_cache", "value_cache"))
 def kv_write(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor) -> None:
     """Writes each token's key and value to its slot; see `reference.kv_write`."""
     num_tokens, heads, key_dim = key.shape
-    value_dim = value.shape[2]
-    tokens, block, num_warps = _LAUNCHES[target_of(key.device)]
+    tokens, num_warps, constants = _config(target_of(key.device), heads, key_dim, value.shape[2])
     launch(
         _kv_write,
         (ceil_div(num_tokens, tokens),),
@@ -87,17 +104,10 @@ def kv_write(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor,
         value_cache,
         slots,
         num_tokens,
-        key.stride(0),
-        key.stride(1),
-        value.stride(0),
-        value.stride(1),
-        HEADS=heads,
-        KEY_DIM=key_dim,
-        VALUE_DIM=value_dim,
-        TOKENS=tokens,
-        KEY_BLOCK=min(block, power_of_two(heads * key_dim)),
-        VALUE_BLOCK=min(block, power_of_two(heads * value_dim)),
+        *key.stride()[:2],
+        *value.stride()[:2],
         num_warps=num_warps,
+        **constants,
     )
 
 

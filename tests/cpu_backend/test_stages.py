@@ -194,6 +194,22 @@ def test_what_every_outer_index_needs_again_is_kept(axis, shapes, is_kept):
     assert (by_name(function, "tt.expand_dims").result in make_plan(function).arrays) == is_kept
 
 
+@pytest.mark.parametrize(("limit", "sides"), [(3, (3, 8)), (5, (6, 8)), (8, (8, 8))])
+def test_rows_that_no_store_lets_through_are_not_computed_unless_they_are_checked(limit, sides):
+    text = f"""
+    %r = "tt.make_range"() <{{end = 8 : i32, start = 0 : i32}}> : () -> tensor<8xi32>
+    %c = "arith.constant"() <{{value = dense<{limit}> : tensor<8xi32>}}> : () -> tensor<8xi32>
+    %m = "arith.cmpi"(%r, %c) <{{predicate = 2 : i64}}> : (tensor<8xi32>, tensor<8xi32>) -> tensor<8xi1>
+    %p0 = "tt.splat"(%x) : (!tt.ptr<f32>) -> tensor<8x!tt.ptr<f32>>
+    %p = "tt.addptr"(%p0, %r) : (tensor<8x!tt.ptr<f32>>, tensor<8xi32>) -> tensor<8x!tt.ptr<f32>>
+    %v = "tt.load"(%p) : (tensor<8x!tt.ptr<f32>>) -> tensor<8xf32>
+    %y = "math.exp"(%v) : (tensor<8xf32>) -> tensor<8xf32>
+    "tt.store"(%p, %y, %m) : (tensor<8x!tt.ptr<f32>>, tensor<8xf32>, tensor<8xi1>) -> ()
+    """
+    for side, check in zip(sides, (False, True), strict=True):
+        assert f" < {side};" in emit(parse(text), check).text
+
+
 def test_unknown_operations_are_named_with_their_place():
     function = parse(
         RANGE

@@ -20,7 +20,7 @@ NO_COMPILER = "a compiler is missing"
 
 @pytest.fixture(autouse=True)
 def nothing_is_interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr(_launch, "INTERPRETED", False)
     _launch._native_target.cache_clear()
 
 
@@ -57,7 +57,7 @@ def test_the_references_run_where_they_are_asked_for() -> None:
 
 
 def test_auto_does_not_take_the_interpreter_for_a_native_target(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setattr(_launch, "INTERPRETED", True)
     assert set(names(KernelConfig()).values()) == {"reference"}
     assert names(KernelConfig(default="triton")) == TRITON
 

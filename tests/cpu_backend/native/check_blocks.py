@@ -139,6 +139,40 @@ def test_products(m, n, k, dtype, ta, tb):
 
 
 @triton.jit
+def first_rows(out, sums, x, y, steps, ROWS: tl.constexpr, M: tl.constexpr, N: tl.constexpr, SUMMED: tl.constexpr):
+    row, column = tl.arange(0, M), tl.arange(0, N)
+    is_row = row[:, None] < ROWS
+    left = tl.load(x + row[:, None] * N + column[None, :], mask=is_row, other=0.5)
+    highest, total = tl.full([M], float("-inf"), tl.float32), tl.zeros([M, N], tl.float32)
+    for step in range(steps):
+        right = y + step * N * N + column[:, None] * N + column[None, :]
+        scores = tl.dot(left, tl.trans(tl.load(right)), input_precision="ieee")
+        highest = tl.maximum(highest, tl.max(scores, 1))
+        total = tl.dot(scores, tl.load(right), total * 0.5, input_precision="ieee")
+    total += highest[:, None]
+    tl.store(out + row[:, None] * N + column[None, :], total, mask=is_row)
+    if SUMMED:
+        tl.store(sums + column, tl.sum(total, 0))
+
+
+@pytest.mark.parametrize("rows", range(1, 9))
+@pytest.mark.parametrize("n", [16, 4])
+@pytest.mark.parametrize("summed", [False, True])
+def test_rows_that_are_needed_do_not_depend_on_others(rows, n, summed):
+    x, y = normal(8, n), normal(3, n, n, seed=1)
+    out, sums = torch.full((8, n), -7.0), torch.empty(n)
+    first_rows[(1,)](out, sums, x, y, 3, ROWS=rows, M=8, N=n, SUMMED=summed)
+    left = x.double().clone()
+    left[rows:] = 0.5
+    scores = left @ y.double().mT
+    expected = sum(scores[i] @ y[i].double() * 0.5 ** (2 - i) for i in range(3)) + scores.amax((0, 2))[:, None]
+    torch.testing.assert_close(out[:rows].double(), expected[:rows], rtol=1e-4, atol=1e-4)
+    assert (out[rows:] == -7).all()
+    if summed:
+        torch.testing.assert_close(sums.double(), expected.sum(0), rtol=1e-4, atol=1e-4)
+
+
+@triton.jit
 def batched(out, a, b, B: tl.constexpr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr):
     z = tl.arange(0, B)[:, None, None]
     m, n = tl.arange(0, M), tl.arange(0, N)
