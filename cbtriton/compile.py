@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch import nn
 from torch._dynamo import config as dynamo_config
 from torch._dynamo.exc import TorchDynamoException
 from torch._dynamo.utils import counters, get_compilation_metrics
+from torch._inductor import config as inductor_config
 from torch.fx.experimental import _config as shapes_config
 
 from cbtriton.config import CompileSettings
@@ -56,24 +58,32 @@ class CompileMonitor:
         """
         before = counters["stats"]["unique_graphs"]
         try:
-            with (
-                # A hook on a part of one layer makes that layer another function.
-                dynamo_config.patch(
-                    recompile_limit=_MAX_GRAPHS,
-                    accumulated_recompile_limit=_MAX_GRAPHS,
-                    skip_nnmodule_hook_guards=False,
-                ),
-                # Sizes that are equal by chance, such as rows and tokens of a decode step, are no promise.
-                shapes_config.patch(use_duck_shape=False),  # pyright: ignore[reportAttributeAccessIssue]
-            ):
+            with ExitStack() as stack:
+                for settings in self._compiler_settings:
+                    stack.enter_context(settings)
                 yield
         except TorchDynamoException as error:
             raise CompileError(
                 f"{name} cannot be compiled: {error}. Set default_compile_level=0, or the path's compile config to None"
             ) from error
         count = counters["stats"]["unique_graphs"] - before
-        if count:
+        if count > 0:
             self._note(name, count)
+
+    @cached_property
+    def _compiler_settings(self) -> tuple[AbstractContextManager[Any], ...]:
+        """Settings of the compiler for the time of a step. Made once: that takes longer than to use them."""
+        return (
+            # A hook on a part of one layer makes that layer another function.
+            dynamo_config.patch(
+                recompile_limit=_MAX_GRAPHS, accumulated_recompile_limit=_MAX_GRAPHS, skip_nnmodule_hook_guards=False
+            ),
+            # 16-bit models round where they do when not compiled. It costs nothing that could be measured, and without
+            # it some logits of a bf16 model were 4 off, as far as bf16 itself is from float32.
+            inductor_config.patch(emulate_precision_casts=True),
+            # Sizes that are equal by chance, such as rows and tokens of a decode step, are no promise.
+            shapes_config.patch(use_duck_shape=False),  # pyright: ignore[reportAttributeAccessIssue]
+        )
 
     def _note(self, name: str, count: int) -> None:
         newest = get_compilation_metrics()[-count:]

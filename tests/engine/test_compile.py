@@ -9,6 +9,8 @@ from unittest import mock
 
 import pytest
 import torch
+from torch._inductor import config as inductor_config
+from torch._inductor.graph import GraphLowering
 
 from cbtriton import WorkloadHints
 from cbtriton.compile import CompileError
@@ -89,13 +91,34 @@ def test_the_whole_step_samples_what_the_eager_one_does(oracle, tools, whole_ste
     )
 
 
-@pytest.mark.parametrize("level", [1, 3])
-def test_levels_give_the_plain_tokens(model, oracle, tools, level):
-    sizes = {"max_requests_per_batch": 1, "max_batch_tokens": 64} if level == 3 else {}
-    stats = run(model, tools, oracle, "auto", default_compile_level=level, **sizes)
+def test_level_1_gives_the_plain_tokens_and_its_code_copies_no_cache(model, oracle, tools):
+    sources: list[str] = []
+    with (
+        inductor_config.patch(force_disable_caches=True),
+        mock.patch.object(GraphLowering, "save_output_code", sources.append),
+    ):
+        stats = run(model, tools, oracle, "auto", default_compile_level=1)
+    assert (stats.compilations, stats.late_compilations) == (2, 0)
+    assert stats.compile_time > 0
+    assert len(sources) == 2
+    pages = tools.small().num_blocks + 1
+    for source in sources:
+        assert "kv_write" in source
+        allocated = re.findall(r"empty_strided\w*\(\(([^)]*)\)", source)
+        assert allocated
+        assert not [shape for shape in allocated if str(pages) in re.split(r"\W+", shape)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("use_async_batching", [False, True])
+@pytest.mark.parametrize("kernels", ["reference", "auto"])
+@pytest.mark.parametrize("level", [1, 2, 3])
+def test_levels_give_the_plain_tokens(model, oracle, tools, level, kernels, use_async_batching):
+    sizes = {"max_requests_per_batch": 2, "max_batch_tokens": 64} if level == 3 else {}
+    settings = {"default_compile_level": level, "use_async_batching": use_async_batching}
+    stats = run(model, tools, oracle, kernels, **settings, **sizes)
     assert stats.late_compilations == 0
     assert stats.compilations >= 2
-    assert stats.compile_time > 0
 
 
 @pytest.mark.parametrize("num_requests", range(1, 10))
@@ -190,20 +213,11 @@ def test_new_weights_in_a_pause_need_no_new_graph(model, oracle, tools):
     assert stats.late_compilations == 0
 
 
-def test_generated_code_makes_no_copy_of_the_cache(model, oracle, tools):
-    from torch._inductor import config as inductor_config
-    from torch._inductor.graph import GraphLowering
-
-    sources: list[str] = []
-    with (
-        inductor_config.patch(force_disable_caches=True),
-        mock.patch.object(GraphLowering, "save_output_code", sources.append),
-    ):
-        run(model, tools, oracle, default_compile_level=1)
-    assert len(sources) == 2
-    pages = tools.small().num_blocks + 1
-    for source in sources:
-        assert "kv_write" in source
-        allocated = re.findall(r"empty_strided\w*\(\(([^)]*)\)", source)
-        assert allocated
-        assert not [shape for shape in allocated if str(pages) in re.split(r"\W+", shape)]
+def test_a_compiled_16_bit_model_rounds_as_the_plain_one_does(model, tools):
+    """The check after a warm-up would not notice: it allows for what bf16 itself is off."""
+    model.bfloat16()
+    prompts = [tools.prompt(length) for length in LENGTHS]
+    plain = tools.tokens(model.generate_batch(prompts, tools.options(), tools.small(), max_new_tokens=NUM_NEW))
+    config = tools.small(default_compile_level=1)
+    compiled = tools.tokens(model.generate_batch(prompts, tools.options(), config, max_new_tokens=NUM_NEW))
+    assert compiled == plain
