@@ -3,10 +3,12 @@
     python experiments/benchmark.py --dtypes bf16 fp32 --repeats 3
     python experiments/benchmark.py --quick
     python experiments/benchmark.py --engines cbtriton-reference cbtriton
+    python experiments/benchmark.py --engines transformers cbtriton --levels 0 1 --asynchronous off on
 
 Every measurement runs in a process of its own, so that its resident memory is its own and no engine warms up another.
 Engines take turns within a repeat, so that a slow minute of the machine hits both. Greedy, and no request ends early.
-`cbtriton-reference` is this engine on the torch references of all kernels. Ratios are to the first engine named.
+`cbtriton-reference` is this engine on the torch references of all kernels; this engine runs at every compile level and
+with every setting of asynchronous steps that are asked for. Ratios are to the first of all.
 """
 
 from __future__ import annotations
@@ -47,11 +49,32 @@ BEST: dict[str, dict[str, dict[str, Any]]] = {
 
 
 @dataclass(frozen=True, slots=True)
+class Variant:
+    """An engine and how it runs.
+
+    Attributes:
+        engine: Which one.
+        level: Compile level.
+        is_async: Whether steps are asynchronous.
+    """
+
+    engine: Engine
+    level: int
+    is_async: bool
+
+    def settings(self) -> dict[str, Any]:
+        """Fields of the configuration; transformers' engine runs as it does by default."""
+        if self.engine == "transformers":
+            return {}
+        return {"default_compile_level": self.level, "use_async_batching": self.is_async}
+
+
+@dataclass(frozen=True, slots=True)
 class Measurement:
     """One run of one engine.
 
     Attributes:
-        engine: Which one.
+        variant: Which one.
         workload: Name of the workload.
         dtype: Type of the weights.
         config: `best` or `default`.
@@ -64,7 +87,7 @@ class Measurement:
         resident_mib: Highest resident memory of the process, in MiB.
     """
 
-    engine: Engine
+    variant: Variant
     workload: str
     dtype: str
     config: str
@@ -86,7 +109,7 @@ def main() -> None:
     if arguments.model == "smollm2_135m":
         demo_checkpoint()
     measurements = list(measure_all(arguments))
-    print("\n" + markdown(measurements, arguments.engines[0]))
+    print("\n" + markdown(measurements, variants(arguments)[0]))
     write_results(Path(arguments.output), arguments, measurements)
     print(f"wrote {arguments.output}")
 
@@ -98,6 +121,10 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--workloads", nargs="+", default=["W1", "W2", "W3", "W4"])
     parser.add_argument("--configs", nargs="+", default=["best"], choices=["best", "default"])
     parser.add_argument("--engines", nargs="+", default=["transformers", "cbtriton"], choices=ENGINE_RUNS)
+    parser.add_argument(
+        "--levels", nargs="+", type=int, default=[0], choices=range(4), help="compile levels (default: 0)"
+    )
+    parser.add_argument("--asynchronous", nargs="+", default=["off"], choices=["off", "on"])
     parser.add_argument("--repeats", type=int, default=3, help="runs of each engine (default: 3)")
     parser.add_argument("--model", default="smollm2_135m", choices=["smollm2_135m", "tiny_random"])
     parser.add_argument("--quick", action="store_true", help="an eighth of each workload, for a look")
@@ -106,14 +133,26 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def variants(arguments: argparse.Namespace) -> list[Variant]:
+    """The engines that take turns. Levels and asynchronous steps are this engine's only."""
+    found = []
+    for engine, level, asynchronous in itertools.product(arguments.engines, arguments.levels, arguments.asynchronous):
+        variant = Variant(engine, level, asynchronous == "on")
+        if engine == "transformers":
+            variant = Variant(engine, 0, is_async=False)
+        if variant not in found:
+            found.append(variant)
+    return found
+
+
 def measure_all(arguments: argparse.Namespace) -> Iterator[Measurement]:
     """Runs every combination in processes of their own, engines alternating, and shows each result as it comes."""
     print(table_header())
     combinations = itertools.product(
-        arguments.dtypes, arguments.configs, arguments.workloads, range(arguments.repeats), arguments.engines
+        arguments.dtypes, arguments.configs, arguments.workloads, range(arguments.repeats), variants(arguments)
     )
-    for dtype, config, workload, _, engine in combinations:
-        task = {"engine": engine, "workload": workload, "dtype": dtype, "config": config}
+    for dtype, config, workload, _, variant in combinations:
+        task = {"variant": dataclasses.asdict(variant), "workload": workload, "dtype": dtype, "config": config}
         found = in_own_process({**task, "model": arguments.model, "quick": arguments.quick})
         print(table_row(found), flush=True)
         yield found
@@ -134,7 +173,7 @@ def in_own_process(task: dict[str, Any]) -> Measurement:
         fields = json.loads(output.read_text())
     for name in ("time_to_first_token", "inter_token_latency"):
         fields[name] = Percentiles(**fields[name])
-    return Measurement(**fields)
+    return Measurement(**{**fields, "variant": Variant(**fields["variant"])})
 
 
 def write_measurement(task: dict[str, Any], output: Path) -> None:
@@ -143,9 +182,10 @@ def write_measurement(task: dict[str, Any], output: Path) -> None:
     workload = shortened(benchmark_workload(task["workload"]), task["quick"]).build(
         None, loaded.model.config.vocab_size
     )
-    settings = BEST[task["engine"].partition("-")[0]][task["workload"]] if task["config"] == "best" else {}
+    variant = Variant(**task["variant"])
+    settings = BEST[variant.engine.partition("-")[0]][task["workload"]] if task["config"] == "best" else {}
     started = time.perf_counter()
-    outputs = ENGINE_RUNS[task["engine"]](loaded.model, workload, settings)
+    outputs = ENGINE_RUNS[variant.engine](loaded.model, workload, settings | variant.settings())
     num_tokens = sum(len(output.generated_tokens) for output in outputs)
     if num_tokens != sum(workload.max_new_tokens):
         raise RuntimeError(f"expected {sum(workload.max_new_tokens)} tokens, got {num_tokens}")
@@ -156,7 +196,7 @@ def write_measurement(task: dict[str, Any], output: Path) -> None:
     first_request = min(output.created_time for output in outputs)
     seconds = max(output.timestamps[-1] for output in outputs) - first_request
     measurement = Measurement(
-        engine=task["engine"],
+        variant=variant,
         workload=task["workload"],
         dtype=task["dtype"],
         config=task["config"],
@@ -256,32 +296,38 @@ def peak_resident_mib() -> float:
 def table_header() -> str:
     """The line above the rows."""
     times = f"{'first token p50/p95':>22}{'inter-token p50/p95':>22}"
-    return f"{'dtype':6}{'config':9}{'workload':10}{'engine':20}{'tokens/s':>9}{times}{'set-up':>9}{'resident':>11}"
+    what = f"{'dtype':6}{'config':9}{'workload':10}{'engine':20}{'level':>6}{'async':>6}"
+    return f"{what}{'tokens/s':>9}{times}{'set-up':>9}{'resident':>11}"
 
 
 def table_row(m: Measurement) -> str:
     """One aligned line."""
     first, between = m.time_to_first_token, m.inter_token_latency
     return (
-        f"{m.dtype:6}{m.config:9}{m.workload:10}{m.engine:20}{m.output_tokens_per_s:9.1f}"
+        f"{m.dtype:6}{m.config:9}{m.workload:10}{m.variant.engine:20}"
+        f"{m.variant.level:6}{_on_off(m.variant.is_async):>6}{m.output_tokens_per_s:9.1f}"
         f"{f'{first.p50_ms / 1000:.2f} / {first.p95_ms / 1000:.2f} s':>22}"
         f"{f'{between.p50_ms:.0f} / {between.p95_ms:.0f} ms':>22}"
         f"{m.setup_seconds:7.1f} s{m.resident_mib / 1024:7.2f} GiB"
     )
 
 
-def markdown(measurements: Sequence[Measurement], baseline_engine: Engine) -> str:
+def _on_off(is_on: bool) -> str:
+    return "on" if is_on else "off"
+
+
+def markdown(measurements: Sequence[Measurement], baseline_variant: Variant) -> str:
     """Medians over the repeats, one row per engine, with the ratio of throughputs to one engine's."""
     lines = [
-        "| dtype | configuration | workload | engine | output tokens/s | ratio | first token p50 / p95 (s) "
-        "| inter-token p50 / p95 (ms) | set-up (s) | resident (GiB) |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        "| dtype | configuration | workload | engine | level | async | output tokens/s | ratio "
+        "| first token p50 / p95 (s) | inter-token p50 / p95 (ms) | set-up (s) | resident (GiB) |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
-    groups: dict[tuple[str, str, str, Engine], list[Measurement]] = {}
+    groups: dict[tuple[str, str, str, Variant], list[Measurement]] = {}
     for m in measurements:
-        groups.setdefault((m.dtype, m.config, m.workload, m.engine), []).append(m)
-    for (dtype, config, workload, engine), runs in sorted(groups.items(), key=lambda item: item[0][:3]):
-        baseline = groups[dtype, config, workload, baseline_engine]
+        groups.setdefault((m.dtype, m.config, m.workload, m.variant), []).append(m)
+    for (dtype, config, workload, variant), runs in sorted(groups.items(), key=lambda item: item[0][:3]):
+        baseline = groups[dtype, config, workload, baseline_variant]
         rate = median(m.output_tokens_per_s for m in runs)
         ratio = rate / median(m.output_tokens_per_s for m in baseline)
         first = [median(getattr(m.time_to_first_token, p) for m in runs) / 1000 for p in ("p50_ms", "p95_ms")]
@@ -289,7 +335,8 @@ def markdown(measurements: Sequence[Measurement], baseline_engine: Engine) -> st
         setup = median(m.setup_seconds for m in runs)
         resident = max(m.resident_mib for m in runs) / 1024
         lines.append(
-            f"| {dtype} | {config} | {workload} | {engine} | {rate:.1f} | {ratio:.2f} "
+            f"| {dtype} | {config} | {workload} | {variant.engine} | {variant.level} "
+            f"| {_on_off(variant.is_async)} | {rate:.1f} | {ratio:.2f} "
             f"| {first[0]:.2f} / {first[1]:.2f} | {between[0]:.0f} / {between[1]:.0f} | {setup:.1f} | {resident:.2f} |"
         )
     return "\n".join(lines)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cache
+from typing import Any
 
 import triton
 import triton.language as tl
@@ -76,7 +77,7 @@ def _kv_write(
 
 
 @cache
-def _config(target: str, heads: int, key_dim: int, value_dim: int) -> tuple[int, int, Mapping[str, int]]:
+def _config(target: str, heads: int, key_dim: int, value_dim: int) -> tuple[int, int, Mapping[str, Any]]:
     """Tokens of a program, warps, and the kernel's constants."""
     tokens, block, num_warps = _LAUNCHES[target]
     constants = {
