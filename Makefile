@@ -35,7 +35,7 @@ demo: $(STAMP)  ## Answer the chat prompts with a real small model: make demo AR
 test: lint types test-engine test-kernels  ## Lint, types and all tests but the slow and the GPU ones
 
 test-engine: $(STAMP)  ## All tests but those of the kernels
-	@$(BIN)/python -m pytest --ignore=tests/kernels $(ARGS)
+	@$(BIN)/python -m pytest --ignore=tests/kernels -n 2 --dist worksteal $(ARGS)
 
 # A process of its own: Triton's interpreter is on or off for a whole process.
 test-kernels: $(STAMP)  ## Every kernel against its contract, Triton's under its interpreter
