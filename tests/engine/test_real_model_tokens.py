@@ -134,3 +134,29 @@ def test_tokens_equal_generate_on_all_prompts(loaded, prompts, expected, case):
 @pytest.mark.parametrize("case", NARROW, ids=lambda case: case.name)
 def test_tokens_equal_generate_with_a_budget_of_seven_tokens(loaded, prompts, expected, case):
     check(loaded.model, case, prompts[:9:2] + prompts[9:10], expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("use_async_batching", [False, True])
+@pytest.mark.parametrize("kernels", ["reference", "auto"])
+@pytest.mark.parametrize("level", [1, 2, 3])
+def test_tokens_equal_generate_at_every_compile_level(loaded, prompts, expected, level, kernels, use_async_batching):
+    config = cbtriton.ContinuousBatchingConfig(
+        page_size=32,
+        num_blocks=512,
+        max_batch_tokens=64,
+        max_requests_per_batch=8,
+        default_compile_level=level,
+        use_async_batching=use_async_batching,
+    )
+    torch._dynamo.reset()
+    some = prompts[2:20:2] + prompts[3:20:6]
+    with cbtriton.enable(loaded.model).continuous_batching_context_manager(
+        GREEDY, continuous_batching_config=config, kernel_config=cbtriton.KernelConfig(default=kernels)
+    ) as manager:
+        ids = manager.add_requests(some)
+        tokens = [manager.get_result(request_id).generated_tokens for request_id in ids]
+        stats = manager.stats()
+    assert tokens == [expected(prompt) for prompt in some]
+    assert stats.compilations > 0
+    assert stats.late_compilations == 0
