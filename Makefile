@@ -34,8 +34,9 @@ demo: $(STAMP)  ## Answer the chat prompts with a real small model: make demo AR
 
 test: lint types test-engine test-kernels  ## Lint, types and all tests but the slow and the GPU ones
 
+# One thread for each of the two processes: four on two cores wait for one another most of the time.
 test-engine: $(STAMP)  ## All tests but those of the kernels
-	@$(BIN)/python -m pytest --ignore=tests/kernels -n 2 --dist worksteal $(ARGS)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest --ignore=tests/kernels -n 2 --dist worksteal $(ARGS)
 
 # A process of its own: Triton's interpreter is on or off for a whole process.
 test-kernels: $(STAMP)  ## Every kernel against its contract, Triton's under its interpreter

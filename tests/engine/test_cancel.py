@@ -15,7 +15,7 @@ def assert_all_blocks_are_free(manager, tools):
 def start_request_in(state, manager, gate, tools):
     """Brings request "x" into a state; every step from here on waits for the gate."""
     if state == "queued":
-        manager.add_request(tools.prompt(9, 1), request_id="other", max_new_tokens=50)
+        manager.add_request(tools.prompt(9, 1), request_id="other", max_new_tokens=400)
         gate.wait()
     manager.add_request(tools.prompt(40), request_id="x", max_new_tokens=30)
     if state == "prefilling":
