@@ -56,7 +56,14 @@ _PAGES = "_cbtriton_pages"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PagedLayer:
-    """One attention call's pages and static properties. Copies and pickles of a model have none."""
+    """One attention call's pages and static properties. Copies and pickles of a model have none.
+
+    Attributes:
+        key: See `LayerCache.key`.
+        value: See `LayerCache.value`.
+        window: See `AttentionCall.window`.
+        softcap: See `AttentionCall.softcap`.
+    """
 
     key: Tensor
     value: Tensor

@@ -1,7 +1,7 @@
 """Compilation of a step: what is compiled, for which path, and what the compiler did meanwhile.
 
 The whole step can be one graph. Where a model is a list of layers, compiling a layer once and using its graph for all
-gives the same speed for a fraction of the seconds, so that is what happens there.
+takes a fraction of the seconds, so that is what happens there.
 """
 
 from __future__ import annotations

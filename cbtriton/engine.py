@@ -9,12 +9,11 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
-from tqdm.auto import tqdm
 
 from cbtriton.attention import PagedAttention
 from cbtriton.block_manager import BlockManager
@@ -118,12 +117,12 @@ class Engine:
         """Whether `warm_up` has nothing left to do."""
         return self._runner.monitor.is_warm or not self._runner.is_compiled
 
-    def warm_up(self, hints: WorkloadHints, show_progress: bool = False) -> None:
+    def warm_up(self, hints: WorkloadHints, progress: Callable[[Sequence[Bucket]], Iterable[Bucket]]) -> None:
         """Compiles whatever steps of hinted requests will need; harmless when repeated.
 
         Args:
             hints: Bounds the sizes that are prepared. Others are compiled when a step needs them, which waits for it.
-            show_progress: Shows a progress bar.
+            progress: Hands out what is prepared, one after the other, and may show how far it is.
 
         Raises:
             CompileError: The compiler refused.
@@ -134,7 +133,7 @@ class Engine:
         monitor = self._runner.monitor
         paths: tuple[Path, ...] = ("varlen", "decode") if self.config.use_decode_path else ("varlen",)
         buckets = [bucket for path in paths for bucket in self._padding.prepared_buckets(path, hints)]
-        for bucket in tqdm(buckets, desc="warm-up", unit="bucket", disable=not show_progress):
+        for bucket in progress(buckets):
             before = monitor.compilations
             start = time.perf_counter()
             self._runner.warm_up(bucket)

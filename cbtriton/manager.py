@@ -18,9 +18,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from enum import Enum, auto
+from functools import partial
 from typing import Any
 
 import torch
+from tqdm.auto import tqdm
 
 from cbtriton.config import ContinuousBatchingConfig, EngineConfig, KernelConfig, ModelFacts, WorkloadHints
 from cbtriton.engine import Engine
@@ -186,7 +188,8 @@ class ContinuousBatchingManager:
     def warmup(self, progress_bar: bool = False) -> None:
         """Prepares all that steps of this configuration can need, where not yet done; harmless while it runs.
 
-        Allocates the cache, checks the model against its plain self, attaches to it, and compiles.
+        Allocates the cache, checks the model against its plain self, attaches to it, and compiles. If that fails, the
+        model is as it was.
 
         Args:
             progress_bar: Shows one while compiling.
@@ -200,8 +203,13 @@ class ContinuousBatchingManager:
                 return
             self._prepare_engine()
             assert self._engine is not None
-            with self._no_caller_modes():
-                self._engine.warm_up(self._hints, progress_bar)
+            progress = partial(tqdm, desc="warm-up", unit="bucket", disable=not progress_bar)
+            try:
+                with self._no_caller_modes():
+                    self._engine.warm_up(self._hints, progress)
+            except BaseException:
+                self._release_engine()
+                raise
 
     def _prepare_engine(self) -> None:
         with self._changed:

@@ -149,7 +149,7 @@ class PackedLinears:
     @property
     def packed_bytes(self) -> int:
         """Bytes of the packed copies held now."""
-        return sum(packed.nbytes for packed in {product.packed for product in self._products} if packed is not None)
+        return sum(packed.nbytes for packed in {product.packed for product in self._products})
 
     def install(self) -> PackingReport:
         """Packs the weights and lets the layers use them; without effect when installed.
@@ -167,9 +167,8 @@ class PackedLinears:
     def uninstall(self) -> None:
         """Gives the layers their own `forward` back and frees the copies; harmless when not installed."""
         for product in self._products:
-            product.packed = None
             for module in product.modules:
-                del module.__dict__[_PLACE]
+                module.__dict__.pop(_PLACE, None)
                 if getattr(module.__dict__.get("forward"), "__func__", None) is _forward:
                     del module.forward
         self._products = []
@@ -215,32 +214,32 @@ class _Product:
 
     Attributes:
         modules: The layers, in the order in which they are called.
-        packed: Their weights in oneDNN's order, stacked; None once uninstalled.
+        packed: Their weights in oneDNN's order, stacked.
     """
 
     def __init__(self, modules: LinearGroup, packed: Tensor) -> None:
         self.modules = modules
-        self.packed: Tensor | None = packed
+        self.packed = packed
         self._sizes = [module.out_features for module in modules]
         self._waiting: _Waiting | None = None
 
-    def output(self, index: int, input: Tensor, packed: Tensor) -> Tensor:
+    def output(self, index: int, input: Tensor) -> Tensor:
         """What layer `index` gives for `input`, `[..., out_features]`."""
         if len(self.modules) == 1:
-            return self._multiply(input, packed)
+            return self._multiply(input)
         waiting = self._waiting
         if index == 0 or waiting is None or waiting.input is not input:
-            waiting = _Waiting(input, self._multiply(input, packed).split(self._sizes, dim=-1))
+            waiting = _Waiting(input, self._multiply(input).split(self._sizes, dim=-1))
         # Nothing outlives the last layer: neither memory, nor anything that a compiler would have to keep.
         self._waiting = None if index == len(self.modules) - 1 else waiting
         return waiting.outputs[index]
 
-    def _multiply(self, input: Tensor, packed: Tensor) -> Tensor:
+    def _multiply(self, input: Tensor) -> Tensor:
         # Read at each call: somebody may have changed or replaced them.
         weights: list[Tensor] = [module.weight for module in self.modules]
         biases: list[Tensor] = [module.bias for module in self.modules if module.bias is not None]
         multiply = torch.ops.cbtriton.packed_linear.default if torch.compiler.is_compiling() else _packed_linear
-        return multiply(input, packed, weights, biases, sum(self._sizes))
+        return multiply(input, self.packed, weights, biases, sum(self._sizes))
 
 
 # Attribute of a layer that says where its outputs come from, while that is so.
@@ -251,31 +250,27 @@ _PLACE = "_cbtriton_packed"
 class _Place:
     """Which output of which product is a layer's. Copies and pickles have none: they follow their own weights."""
 
-    product: _Product | None
+    product: _Product
     index: int
 
-    def __reduce__(self) -> tuple[type[_Place], tuple[None, int]]:
-        return _Place, (None, self.index)
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Place:
-        return _Place(None, self.index)
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        return None
 
 
 def _forward(self: nn.Linear, input: Tensor) -> Tensor:
     """`forward` of a layer while it is packed, and the plain product where somebody goes on calling it afterwards."""
     place = self.__dict__.get(_PLACE)
-    product = None if place is None else place.product
-    packed = None if product is None else product.packed
     if (
         place is None
-        or product is None
-        or packed is None
         or input.dtype is not self.weight.dtype
         or torch.is_autocast_enabled("cpu")
         or (torch.is_grad_enabled() and _requires_grad(self, input))
     ):
         return nn.Linear.forward(self, input)
-    return product.output(place.index, input, packed)
+    return place.product.output(place.index, input)
 
 
 def _requires_grad(module: nn.Linear, input: Tensor) -> bool:

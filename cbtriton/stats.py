@@ -53,16 +53,6 @@ class StepRecord:
     run_time: float
     update_time: float
 
-    @property
-    def padding_waste(self) -> float:
-        """(padded - real) / padded of the query tokens, 0…1."""
-        return waste(self.padding_tokens, self.prefill_tokens + self.decode_tokens)
-
-    @property
-    def kv_padding_waste(self) -> float:
-        """(padded - real) / padded of the longest context, 0…1."""
-        return waste(self.padding_kv_tokens, self.kv_tokens)
-
 
 @dataclass(slots=True)
 class EngineStats:

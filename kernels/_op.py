@@ -24,9 +24,8 @@ class KernelOp(Generic[P, R]):
     """A launcher and the operator made from it, callable like the launcher.
 
     While `torch.compile` or `torch.export` traces, a call becomes one opaque operator in the graph. Otherwise the
-    launcher runs directly: the dispatcher's way through a custom operator costs tens of microseconds a call, several
-    times per layer and step. Code that relies on dispatch without the compiler (fake tensors, dispatch modes) calls
-    `op`.
+    launcher runs directly: the dispatcher's way costs microseconds a call, several times per layer and step. Code that
+    relies on dispatch without the compiler (fake tensors, dispatch modes) calls `op`.
 
     Attributes:
         launcher: The undecorated function.

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import logging
+import pickle
 import re
 from typing import Any
 from unittest import mock
@@ -172,6 +174,29 @@ def test_a_layer_that_is_no_single_graph_is_refused_with_the_reason(model, tools
     try:
         with pytest.raises(CompileError, match=r"(?s)varlen:.* cannot be compiled.*default_compile_level=0"):
             manager.warmup()
+    finally:
+        manager.destroy()
+
+
+def test_a_warm_up_that_fails_gives_the_model_back(model, oracle, tools):
+    before = [set(module.__dict__) for module in model.modules()]
+    model.model.layers[1].mlp.register_forward_pre_hook(lambda module, args: torch._dynamo.graph_break())
+    prompt = tools.prompt(9)
+    with pytest.raises(CompileError):
+        model.generate_batch([prompt], tools.options(), tools.small(**backend(dynamic=True)), max_new_tokens=NUM_NEW)
+    assert [set(module.__dict__) for module in model.modules()] == before
+    outputs = model.generate_batch([prompt], tools.options(), tools.small(), max_new_tokens=NUM_NEW)
+    assert tools.tokens(outputs) == [oracle.greedy(prompt, NUM_NEW)]
+
+
+def test_copies_of_a_model_at_work_take_no_pages_with_them(model, tools):
+    manager = ContinuousBatchingManager(model, tools.options(), tools.small())
+    try:
+        manager.warmup()
+        attention = model.model.layers[0].self_attn
+        copies = copy.deepcopy(model).model.layers[0].self_attn, pickle.loads(pickle.dumps(attention))
+        assert attention._cbtriton_pages.key.numel() > 0
+        assert [twin._cbtriton_pages for twin in copies] == [None, None]
     finally:
         manager.destroy()
 
