@@ -70,9 +70,6 @@ class PagedLayer:
     window: int
     softcap: float
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> None:
-        return None
-
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         return type(None), ()
 

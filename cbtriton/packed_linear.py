@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MethodType, TracebackType
-from typing import Any, TypeGuard
+from typing import TypeGuard
 
 import torch
 import torch.nn.functional as F
@@ -255,9 +255,6 @@ class _Place:
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         return type(None), ()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> None:
-        return None
 
 
 def _forward(self: nn.Linear, input: Tensor) -> Tensor:

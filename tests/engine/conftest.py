@@ -238,6 +238,6 @@ def prompts() -> list[list[int]]:
 
 @pytest.fixture(autouse=True)
 def no_engine_survives() -> Iterator[None]:
-    """Every test must leave no engine thread behind."""
+    """Every test must leave no thread of an engine behind."""
     yield
-    assert not [thread for thread in threading.enumerate() if thread.name == "cbtriton-engine"]
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("cbtriton-")]

@@ -394,3 +394,17 @@ def test_other_options_for_a_persistent_manager_are_not_ignored_in_silence(model
         manager.stop(keep_for_next_session=True)
         assert len([r for r in caplog.records if "keeps the options" in r.message]) == num_warnings
     model.destroy_cached_continuous_batching_manager()
+
+
+@pytest.mark.parametrize("use_async_batching", [False, True])
+def test_the_model_is_given_back_only_when_no_step_runs_on_it(model, tools, use_async_batching):
+    attention = model.model.layers[0].self_attn
+    with tools.gated(model, use_async_batching=use_async_batching) as (manager, gate):
+        manager.add_request(tools.prompt(5), max_new_tokens=20)
+        gate.wait()
+        ended = tools.in_thread(manager.destroy)
+        time.sleep(0.2)
+        assert hasattr(attention, "_cbtriton_pages")
+        gate.open()
+        ended()
+        assert not hasattr(attention, "_cbtriton_pages")

@@ -476,16 +476,18 @@ def test_only_neighbours_of_one_parent_with_the_same_unchanged_input_are_groups(
     class Mixed(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.first, self.second, self.changed, self.twice = (nn.Linear(IN, IN) for _ in range(4))
+            self.before, self.after, self.once, self.twice, self.again = (nn.Linear(IN, IN) for _ in range(5))
             self.child = Siblings()
             self.requires_grad_(False)
 
         def forward(self, x: torch.Tensor) -> None:
             self.child(x)
-            self.first(x), self.second(x)
-            x.add_(1)
-            self.changed(x)
-            self.first(x.clone()), self.twice(x), self.twice(x)
+            y = x.clone()
+            self.before(y)
+            y.add_(1)
+            self.after(y)
+            self.once(x), self.twice(x)
+            self.twice(x.clone()), self.again(x.clone())
 
     model = Mixed()
     child = model.child

@@ -1,0 +1,43 @@
+"""Columns of a step: what is padding belongs to the row of no request."""
+
+from __future__ import annotations
+
+import torch
+
+from cbtriton.padding import Bucket
+from cbtriton.plan import BatchPlan, RowStart, ScheduledRow
+from cbtriton.request import SamplingParams
+from cbtriton.request_table import RequestTable
+from cbtriton.step_inputs import SampleFeatures, StepInputs, StepInputsWriter
+
+GREEDY = SampleFeatures(all_greedy=True, use_top_k=False, use_top_p=False, use_min_p=False, use_min_length=False)
+
+
+def writer(num_rows: int = 3) -> StepInputsWriter:
+    return StepInputsWriter(RequestTable(num_rows, 16, 2, torch.device("cpu")), 100, torch.device("cpu"))
+
+
+def columns(inputs: StepInputs) -> list[list[int]]:
+    names = ("rows", "starts", "counts", "sample_rows", "sample_positions", "logit_indices")
+    return [getattr(inputs, name).tolist() for name in names]
+
+
+def test_what_a_bucket_has_beyond_the_plan_is_padding() -> None:
+    rows = (ScheduledRow("a", 1, 2, 4, 3, samples=False), ScheduledRow("b", 1, 0, 6, 1, samples=True))
+    starts = (RowStart(0, [1, 2, 3, 4, 5, 6, 7], 7, SamplingParams(), frozenset()),)
+    plan = BatchPlan("varlen", rows, starts, (), (), num_tokens=4, max_seq_len=7)
+    inputs = writer().fill(plan, Bucket("varlen", 8, 4, 3, 16))
+    assert columns(inputs) == [[2, 0, 3, 3], [4, 6, 0, 0], [3, 1, 0, 0], [0, 3, 3], [7, 0, 0], [3, 0, 0]]
+    assert inputs.logit_indices.dtype is torch.int64
+
+
+def test_a_step_of_padding_only_touches_the_row_of_no_request() -> None:
+    inputs = writer(num_rows=5).padding(Bucket("decode", 2, 2, 3, 16), GREEDY)
+    assert columns(inputs) == [[5, 5], [0, 0], [0, 0], [5, 5, 5], [0, 0, 0], [0, 0, 0]]
+    assert inputs.features is GREEDY
+
+
+def test_the_row_of_no_request_lies_behind_those_of_requests() -> None:
+    table = RequestTable(3, 16, 2, torch.device("cpu"))
+    assert table.padding_row == 3
+    assert {len(column) for column in (table.token_table, table.block_tables, table.temperature, table.eos_ids)} == {4}
