@@ -74,9 +74,13 @@ class CompileMonitor:
     def _compiler_settings(self) -> tuple[AbstractContextManager[Any], ...]:
         """Settings of the compiler for the time of a step. Made once: that takes longer than to use them."""
         return (
-            # A hook on a part of one layer makes that layer another function.
             dynamo_config.patch(
-                recompile_limit=_MAX_GRAPHS, accumulated_recompile_limit=_MAX_GRAPHS, skip_nnmodule_hook_guards=False
+                recompile_limit=_MAX_GRAPHS,
+                accumulated_recompile_limit=_MAX_GRAPHS,
+                # A hook on a part of one layer makes that layer another function.
+                skip_nnmodule_hook_guards=False,
+                # A model's numbers are constants. Dynamo takes them for variables first, and then starts again.
+                specialize_float=True,
             ),
             # 16-bit models round where they do when not compiled. It costs nothing that could be measured, and without
             # it some logits of a bf16 model were 4 off, as far as bf16 itself is from float32.

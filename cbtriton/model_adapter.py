@@ -8,9 +8,11 @@ caller's is changed otherwise.
 from __future__ import annotations
 
 import inspect
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from itertools import count
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -64,7 +66,7 @@ class ModelAdapter:
         self.device: torch.device = model.device
         self.dtype: torch.dtype = model.dtype
         self.text_config = model.config.get_text_config()
-        self._name = f"{_NAME_PREFIX}{id(self):x}"
+        self._name = _reserve_name(self)
         self._limit = packed_weights_limit_bytes
         self._linear_groups: list[LinearGroup] = []
         self._packed: PackedLinears | None = None
@@ -137,7 +139,7 @@ class ModelAdapter:
         if any(str(config._attn_implementation_internal).startswith(_NAME_PREFIX) for config in configs):
             raise RuntimeError("the model is in use by another continuous batching manager; stop that one first")
         AttentionInterface.register(self._name, attention)
-        self._undo.append(lambda: AttentionInterface._global_mapping.pop(self._name, None))
+        self._undo.append(lambda: AttentionInterface.register(self._name, _detached))
         for config in configs:
             # The property would also overwrite what sub-configurations are set to.
             original = config._attn_implementation_internal
@@ -255,6 +257,25 @@ class _Recorder:
         self.modules.append(module)
         self.geometries.append(LayerGeometry(key.shape[1], key.shape[3], value.shape[3], key.dtype))
         return value.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
+
+
+def _reserve_name(adapter: ModelAdapter) -> str:
+    """A name for an attention function, the adapter's for as long as it lives.
+
+    The first one that is free: compilers look up what they keep from earlier processes by the names in a graph.
+    """
+    from transformers import AttentionInterface
+
+    names = AttentionInterface._global_mapping
+    candidates = (f"{_NAME_PREFIX}{index}" for index in count())
+    name = next(name for name in candidates if names.setdefault(name, adapter) is adapter)
+    names[name] = _detached
+    weakref.finalize(adapter, names.pop, name, None)
+    return name
+
+
+def _detached(*_: Any, **__: Any) -> NoReturn:
+    raise RuntimeError("the model's attention was called while no engine is attached; attach one first")
 
 
 def _refuse_unsupported_configs(model: Any) -> None:

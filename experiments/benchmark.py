@@ -8,7 +8,8 @@
 Every measurement runs in a process of its own, so that its resident memory is its own and no engine warms up another.
 Engines take turns within a repeat, so that a slow minute of the machine hits both. Greedy, and no request ends early.
 `cbtriton-reference` is this engine on the torch references of all kernels; this engine runs at every compile level and
-with every setting of asynchronous steps that are asked for. Ratios are to the first of all.
+with every setting of asynchronous steps that are asked for. `transformers-generate` is the plain `generate` of
+left-padded batches. Ratios are to the first of all.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from cbtriton.model_zoo import ModelSpec, demo_checkpoint, load_model
 from cbtriton.report import Percentiles, environment, first_token_times, inter_token_times
 from cbtriton.workloads import Lengths, Synthetic, Workload, benchmark_workload
 
-Engine = Literal["transformers", "cbtriton", "cbtriton-reference"]
+Engine = Literal["transformers", "transformers-generate", "cbtriton", "cbtriton-reference"]
 
 _PAGES: dict[str, Any] = {"page_size": 32, "num_blocks": 1024}
 BEST: dict[str, dict[str, dict[str, Any]]] = {
@@ -46,6 +47,10 @@ BEST: dict[str, dict[str, dict[str, Any]]] = {
     # A page of 256 tokens would share only the first 256 of W3's common 384.
     "cbtriton": {"W1": {}, "W2": {}, "W3": {"page_size": 32}, "W4": {}},
 }
+
+
+# Rows of a batch of plain `generate`.
+_STATIC_BATCH = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +69,7 @@ class Variant:
 
     def settings(self) -> dict[str, Any]:
         """Fields of the configuration; transformers' engine runs as it does by default."""
-        if self.engine == "transformers":
+        if self.engine.startswith("transformers"):
             return {}
         return {"default_compile_level": self.level, "use_async_batching": self.is_async}
 
@@ -138,7 +143,7 @@ def variants(arguments: argparse.Namespace) -> list[Variant]:
     found = []
     for engine, level, asynchronous in itertools.product(arguments.engines, arguments.levels, arguments.asynchronous):
         variant = Variant(engine, level, asynchronous == "on")
-        if engine == "transformers":
+        if engine.startswith("transformers"):
             variant = Variant(engine, 0, is_async=False)
         if variant not in found:
             found.append(variant)
@@ -218,6 +223,54 @@ def run_transformers(model: Any, workload: Workload, settings: dict[str, Any]) -
     return run_batch(model, workload, ContinuousBatchingConfig(**settings))
 
 
+@dataclass(frozen=True, slots=True)
+class BatchOutput:
+    """What one request got from plain `generate`, in the words of the engines.
+
+    Attributes:
+        generated_tokens: Its new tokens.
+        created_time: When the whole workload was handed in.
+        timestamps: When each of its new tokens was there.
+    """
+
+    generated_tokens: list[int]
+    created_time: float
+    timestamps: list[float]
+
+
+def run_generate(model: Any, workload: Workload, settings: dict[str, Any]) -> list[Any]:
+    """The workload through `generate`, in left-padded batches; each runs until its longest answer is done."""
+    import torch
+
+    started = time.perf_counter()
+    outputs = []
+    requests = list(zip(map(list, workload.prompts), workload.max_new_tokens, strict=True))
+    for first in range(0, len(requests), _STATIC_BATCH):
+        batch = requests[first : first + _STATIC_BATCH]
+        longest = max(len(prompt) for prompt, _ in batch)
+        times: list[float] = []
+        tokens = model.generate(
+            torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt, _ in batch]),
+            attention_mask=torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt, _ in batch]),
+            generation_config=greedy(max(limit for _, limit in batch)),
+            stopping_criteria=[_Clock(times)],
+        )
+        answers = zip(tokens[:, longest:].tolist(), batch, strict=True)
+        outputs += [BatchOutput(answer[:limit], started, times[:limit]) for answer, (_, limit) in answers]
+    return outputs
+
+
+class _Clock:
+    """A stopping criterion that never stops, and notes the time of each step."""
+
+    def __init__(self, times: list[float]) -> None:
+        self._times = times
+
+    def __call__(self, *_: Any, **__: Any) -> bool:
+        self._times.append(time.perf_counter())
+        return False
+
+
 def run_cbtriton(model: Any, workload: Workload, settings: dict[str, Any]) -> list[Any]:
     """The workload through this engine."""
     import cbtriton
@@ -235,6 +288,7 @@ def run_reference(model: Any, workload: Workload, settings: dict[str, Any]) -> l
 
 ENGINE_RUNS: dict[Engine, Callable[[Any, Workload, dict[str, Any]], list[Any]]] = {
     "transformers": run_transformers,
+    "transformers-generate": run_generate,
     "cbtriton": run_cbtriton,
     "cbtriton-reference": run_reference,
 }
@@ -245,19 +299,19 @@ def run_batch(model: Any, workload: Workload, config: Any, **extras: Any) -> lis
 
     `generate_batch` knows one limit for all requests. Where they differ, the calls that it consists of are made here.
     """
-    from transformers import GenerationConfig
-
-    greedy = GenerationConfig(
-        do_sample=False, eos_token_id=-1, pad_token_id=0, max_new_tokens=max(workload.max_new_tokens)
-    )
+    generation_config = greedy(max(workload.max_new_tokens))
     prompts = [list(prompt) for prompt in workload.prompts]
     if len(set(workload.max_new_tokens)) == 1:
         finished = model.generate_batch(
-            prompts, generation_config=greedy, continuous_batching_config=config, record_timestamps=True, **extras
+            prompts,
+            generation_config=generation_config,
+            continuous_batching_config=config,
+            record_timestamps=True,
+            **extras,
         )
         return list(finished.values())
     with model.continuous_batching_context_manager(
-        generation_config=greedy, continuous_batching_config=config, **extras
+        generation_config=generation_config, continuous_batching_config=config, **extras
     ) as manager:
         for prompt, limit in zip(prompts, workload.max_new_tokens, strict=True):
             manager.add_request(prompt, max_new_tokens=limit, record_timestamps=True)
@@ -268,6 +322,13 @@ def run_batch(model: Any, workload: Workload, config: Any, **extras: Any) -> lis
             elif output is None and not manager.is_running():
                 raise RuntimeError("the engine stopped before its requests were done")
     return outputs
+
+
+def greedy(max_new_tokens: int) -> Any:
+    """Greedy decoding that no token ends early."""
+    from transformers import GenerationConfig
+
+    return GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0, max_new_tokens=max_new_tokens)
 
 
 def shortened(source: Synthetic, quick: bool) -> Synthetic:
