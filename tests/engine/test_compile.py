@@ -123,14 +123,6 @@ def test_levels_give_the_plain_tokens(model, oracle, tools, level, kernels, use_
     assert stats.compilations >= 2
 
 
-@pytest.mark.parametrize("num_requests", range(1, 10))
-def test_any_number_of_rows_in_padded_steps_gives_the_plain_tokens(model, oracle, tools, num_requests):
-    prompts = [tools.prompt(3 + index) for index in range(num_requests)]
-    config = tools.small(q_padding_interval_size=16, kv_padding_interval_size=64, max_requests_per_batch=8)
-    outputs = model.generate_batch(prompts, tools.options(), config, max_new_tokens=NUM_NEW)
-    assert tools.tokens(outputs) == [oracle.greedy(prompt, NUM_NEW) for prompt in prompts]
-
-
 def test_a_step_that_nobody_hinted_at_is_compiled_late_and_said_so(model, oracle, tools, caplog):
     manager = ContinuousBatchingManager(
         model,
