@@ -80,7 +80,7 @@ class Course:
     victims_seed: int
 
 
-class Driven:
+class Stepper:
     """An engine that is stepped by the test.
 
     Attributes:
@@ -142,7 +142,7 @@ class Driven:
 
 
 @contextmanager
-def driven(tools: Any, model: Any, **config: Any) -> Iterator[Driven]:
+def stepped(tools: Any, model: Any, **config: Any) -> Iterator[Stepper]:
     """An engine as a manager makes it, whose memory answers NaN and an impossible id where nobody wrote."""
     manager = ContinuousBatchingManager(model, tools.options(), tools.small(**config), None, {"default": "reference"})
     try:
@@ -151,7 +151,7 @@ def driven(tools: Any, model: Any, **config: Any) -> Iterator[Driven]:
             layer.key.fill_(float("nan"))
             layer.value.fill_(float("nan"))
         manager._engine._runner._table.token_table.fill_(VOCAB_SIZE)
-        yield Driven(manager._engine)
+        yield Stepper(manager._engine)
     finally:
         manager.destroy()
 
@@ -162,11 +162,11 @@ def tiny(tools) -> Any:
 
 
 @pytest.fixture(scope="module")
-def calm(tools) -> Iterator[Driven]:
+def calm(tools) -> Iterator[Stepper]:
     """A synchronous engine with room for everybody, on the same weights."""
     twin = tools.build(tools.llama_config(hidden_size=32, num_hidden_layers=1, vocab_size=VOCAB_SIZE))
-    with driven(tools, twin, num_blocks=300, use_async_batching=False) as engine:
-        yield engine
+    with stepped(tools, twin, num_blocks=300, use_async_batching=False) as stepper:
+        yield stepper
 
 
 def test_the_next_step_is_planned_while_one_runs(tools, tiny):
@@ -175,19 +175,19 @@ def test_the_next_step_is_planned_while_one_runs(tools, tiny):
     def hold(*_: object) -> None:
         assert may_run.wait(tools.patience), "nothing else happens while the model waits"
 
-    with driven(tools, tiny, use_async_batching=True) as engine:
+    with stepped(tools, tiny, use_async_batching=True) as stepper:
         hook = tiny.register_forward_pre_hook(hold)
-        engine.engine.add(Planned("a", (1, 2, 3), GREEDY, StopRules(3)).request())
-        assert engine.engine.step() == []
-        second = tools.in_thread(engine.engine.step)
-        tools.wait_until(lambda: len(engine.plans) == 2)
+        stepper.engine.add(Planned("a", (1, 2, 3), GREEDY, StopRules(3)).request())
+        assert stepper.engine.step() == []
+        second = tools.in_thread(stepper.engine.step)
+        tools.wait_until(lambda: len(stepper.plans) == 2)
         # The second step runs the token that the first one has yet to sample.
-        assert [(row.start, row.count) for plan in engine.plans for row in plan.rows] == [(0, 3), (3, 1)]
-        assert engine.engine.stats().generated_tokens == 0
+        assert [(row.start, row.count) for plan in stepper.plans for row in plan.rows] == [(0, 3), (3, 1)]
+        assert stepper.engine.stats().generated_tokens == 0
         may_run.set()
         second()
         hook.remove()
-        assert engine.engine.stats().generated_tokens == 1
+        assert stepper.engine.stats().generated_tokens == 1
 
 
 # ---------------------------------------------------------------------------------------------- random courses
@@ -257,12 +257,14 @@ def cut(answer: list[int], stop: StopRules) -> tuple[list[int], str]:
     return answer, "length"
 
 
-def check(driven: Driven, requests: list[Planned], finals: dict[str, GenerationOutput], answers: dict[str, list[int]]):
+def check(
+    stepper: Stepper, requests: list[Planned], finals: dict[str, GenerationOutput], answers: dict[str, list[int]]
+):
     """Each request got its answer or, where it was cancelled, the beginning of it, and nobody anything else."""
     for request in requests:
         expected, reason = cut(answers[request.request_id], request.stop)
         final = finals[request.request_id]
-        seen = [o.generated_tokens for o in driven.outputs if o.request_id == request.request_id]
+        seen = [o.generated_tokens for o in stepper.outputs if o.request_id == request.request_id]
         if final.status == RequestStatus.CANCELLED:
             assert final.generated_tokens == expected[: len(final.generated_tokens)] != expected
             seen.pop()
@@ -270,9 +272,12 @@ def check(driven: Driven, requests: list[Planned], finals: dict[str, GenerationO
             assert (final.generated_tokens, final.finish_reason) == (expected, reason)
         lengths = range(1, len(seen) + 1) if request.streaming else [len(expected)] * len(seen)
         assert seen == [expected[:length] for length in lengths]
-    num_sampled = sum(row.samples for plan in driven.plans for row in plan.rows)
+    # The last token of an answer never runs.
+    longest = {request.request_id: len(request.prompt) + request.stop.max_new_tokens - 1 for request in requests}
+    assert all(row.start + row.count <= longest[row.request_id] for plan in stepper.plans for row in plan.rows)
+    num_sampled = sum(row.samples for plan in stepper.plans for row in plan.rows)
     num_delivered = sum(len(final.generated_tokens) for final in finals.values())
-    stats = driven.engine.stats()
+    stats = stepper.engine.stats()
     assert (stats.generated_tokens, stats.dropped_tokens) == (num_delivered, num_sampled - num_delivered)
 
 
@@ -294,10 +299,10 @@ def test_any_course_of_events_gives_the_tokens_of_a_calm_synchronous_engine(tool
         pauses = tuple(rng.sample(range(30), k=rng.choice((0, 1, 2))))
         course = Course(preempt_every=1 + seed % 7, pauses=pauses, victims_seed=seed)
         for is_async in (False, True):
-            with driven(tools, tiny, use_async_batching=is_async, **config) as engine:
-                finals = engine.run(requests, course)
-                check(engine, requests, finals, answers)
-                stats = engine.engine.stats()
+            with stepped(tools, tiny, use_async_batching=is_async, **config) as stepper:
+                finals = stepper.run(requests, course)
+                check(stepper, requests, finals, answers)
+                stats = stepper.engine.stats()
             happened["preempted"] += stats.preemptions
             happened["forked"] += stats.forks
             happened["cancelled"] += stats.requests_cancelled

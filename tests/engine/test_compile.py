@@ -74,7 +74,7 @@ def test_layers_compiled_for_padded_sizes_give_the_plain_tokens(model, oracle, t
     assert stats.compilations == len(stats.buckets) == 4
 
 
-@pytest.mark.parametrize("kernels", ["reference", "auto"])
+@pytest.mark.parametrize("kernels", [pytest.param("reference", marks=pytest.mark.slow), "auto"])
 def test_the_whole_step_is_one_graph_with_the_plain_tokens_and_the_eager_draws(tools, whole_step, kernels):
     model = tools.build(tools.llama_config(num_hidden_layers=1))
     prompts = [tools.prompt(length) for length in LENGTHS]
