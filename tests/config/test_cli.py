@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -134,16 +133,20 @@ def test_help_shows_groups_and_examples(tmp_path: Path) -> None:
         assert expected in done.stdout
 
 
-def test_the_cache_command_shows_what_compilers_kept_and_clears_it(tmp_path: Path) -> None:
+def test_the_cache_command_shows_what_compilers_kept_and_clears_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     folders = {"TORCHINDUCTOR_CACHE_DIR": tmp_path / "inductor", "TRITON_CACHE_DIR": tmp_path / "triton"}
     for folder in folders.values():
         (folder / "ab").mkdir(parents=True)
         (folder / "ab" / "kernel").write_bytes(b"x" * (3 << 20))
-    environment = os.environ | {name: str(folder) for name, folder in folders.items()}
+    for name, folder in folders.items():
+        monkeypatch.setenv(name, str(folder))
 
     def cache(*arguments: str) -> str:
-        command = [COMMAND, "cache", *arguments]
-        return subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+        monkeypatch.setattr(sys, "argv", ["cbtriton", "cache", *arguments])
+        cli.command()
+        return capsys.readouterr().out
 
     shown = cache().splitlines()
     assert [line.split()[-1] for line in shown] == [str(folder) for folder in folders.values()]

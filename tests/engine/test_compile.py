@@ -63,36 +63,44 @@ def run(model, tools, oracle, kernels: str = "reference", **config: Any):
         manager.destroy()
 
 
-@pytest.mark.parametrize("use_async_batching", [False, True])
-@pytest.mark.parametrize("kernels", ["reference", "auto"])
+@pytest.mark.parametrize(("kernels", "use_async_batching"), [("reference", False), ("auto", True)])
 def test_layers_compiled_for_any_size_give_the_plain_tokens(model, oracle, tools, kernels, use_async_batching):
     stats = run(model, tools, oracle, kernels, use_async_batching=use_async_batching, **backend(dynamic=True))
     # One graph for each path: the layers of the model share it.
     assert (stats.compilations, stats.late_compilations) == (2, 0)
 
 
-@pytest.mark.parametrize("use_async_batching", [False, True])
-def test_layers_compiled_for_padded_sizes_give_the_plain_tokens(model, oracle, tools, use_async_batching):
-    stats = run(model, tools, oracle, use_async_batching=use_async_batching, **backend(dynamic=False), **FEW_SIZES)
+def test_layers_compiled_for_padded_sizes_give_the_plain_tokens(model, oracle, tools):
+    stats = run(model, tools, oracle, use_async_batching=True, **backend(dynamic=False), **FEW_SIZES)
     assert stats.late_compilations == 0
     assert stats.compilations == len(stats.buckets) == 4
 
 
-@pytest.mark.parametrize("kernels", ["reference", "auto"])
-def test_the_whole_step_is_one_graph(model, oracle, tools, whole_step, kernels):
-    stats = run(model, tools, oracle, kernels, **backend(dynamic=True))
+@pytest.mark.parametrize("kernels", [pytest.param("reference", marks=pytest.mark.slow), "auto"])
+def test_the_whole_step_is_one_graph_with_the_plain_tokens_and_the_eager_draws(tools, whole_step, kernels):
+    model = tools.build(tools.llama_config(num_hidden_layers=1))
+    prompts = [tools.prompt(length) for length in LENGTHS]
+
+    def answers(**config):
+        """Greedy ones, sampled ones, and the last counters."""
+        config = tools.small(per_request_processors=True, **config)
+        manager = ContinuousBatchingManager(model, tools.options(), config, HINTS, {"default": kernels})
+        try:
+            manager.warmup()
+            manager.start()
+            rounds = []
+            for sampling in ({}, {"do_sample": True, "temperature": 0.8, "top_k": 20, "top_p": 0.9}):
+                ids = manager.add_requests(prompts, max_new_tokens=NUM_NEW, **sampling)
+                rounds.append([manager.get_result(name, timeout=tools.patience).generated_tokens for name in ids])
+            return *rounds, manager.stats()
+        finally:
+            manager.destroy()
+
+    greedy, drawn, stats = answers(**backend(dynamic=True))
     # Each path, greedy and not.
     assert (stats.compilations, stats.late_compilations) == (4, 0)
-
-
-def test_the_whole_step_samples_what_the_eager_one_does(oracle, tools, whole_step, model):
-    options = tools.options(do_sample=True, temperature=0.8, top_k=20, top_p=0.9)
-    prompts = [tools.prompt(length) for length in LENGTHS]
-    config = tools.small(**backend(dynamic=True))
-    compiled = model.generate_batch(prompts, options, config, max_new_tokens=NUM_NEW)
-    assert tools.tokens(compiled) == tools.tokens(
-        model.generate_batch(prompts, options, tools.small(), max_new_tokens=NUM_NEW)
-    )
+    assert greedy == [tools.plain_greedy(model, prompt, NUM_NEW) for prompt in prompts]
+    assert drawn == answers()[1] != greedy
 
 
 def test_level_1_gives_the_plain_tokens_and_its_code_copies_no_cache_and_is_found_again(model, oracle, tools):
@@ -126,14 +134,6 @@ def test_levels_give_the_plain_tokens(model, oracle, tools, level, kernels, use_
     stats = run(model, tools, oracle, kernels, **settings, **sizes)
     assert stats.late_compilations == 0
     assert stats.compilations >= 2
-
-
-@pytest.mark.parametrize("num_requests", range(1, 10))
-def test_any_number_of_rows_in_padded_steps_gives_the_plain_tokens(model, oracle, tools, num_requests):
-    prompts = [tools.prompt(3 + index) for index in range(num_requests)]
-    config = tools.small(q_padding_interval_size=16, kv_padding_interval_size=64, max_requests_per_batch=8)
-    outputs = model.generate_batch(prompts, tools.options(), config, max_new_tokens=NUM_NEW)
-    assert tools.tokens(outputs) == [oracle.greedy(prompt, NUM_NEW) for prompt in prompts]
 
 
 def test_a_step_that_nobody_hinted_at_is_compiled_late_and_said_so(model, oracle, tools, caplog):
@@ -172,22 +172,12 @@ def test_a_path_without_a_config_stays_as_it_is(model, oracle, tools):
     assert (stats.compilations, stats.late_compilations) == (1, 0)
 
 
-def test_a_layer_that_is_no_single_graph_is_refused_with_the_reason(model, tools):
+def test_a_layer_that_is_no_single_graph_is_refused_with_the_reason_and_given_back(model, oracle, tools):
+    before = [set(module.__dict__) for module in model.modules()]
     # Hooks of a layer run outside of its graph, those of its parts inside.
     model.model.layers[1].mlp.register_forward_pre_hook(lambda module, args: torch._dynamo.graph_break())
-    manager = ContinuousBatchingManager(model, tools.options(), tools.small(**backend(dynamic=True)), HINTS)
-    try:
-        with pytest.raises(CompileError, match=r"(?s)varlen:.* cannot be compiled.*default_compile_level=0"):
-            manager.warmup()
-    finally:
-        manager.destroy()
-
-
-def test_a_warm_up_that_fails_gives_the_model_back(model, oracle, tools):
-    before = [set(module.__dict__) for module in model.modules()]
-    model.model.layers[1].mlp.register_forward_pre_hook(lambda module, args: torch._dynamo.graph_break())
     prompt = tools.prompt(9)
-    with pytest.raises(CompileError):
+    with pytest.raises(CompileError, match=r"(?s)varlen:.* cannot be compiled.*default_compile_level=0"):
         model.generate_batch([prompt], tools.options(), tools.small(**backend(dynamic=True)), max_new_tokens=NUM_NEW)
     assert [set(module.__dict__) for module in model.modules()] == before
     outputs = model.generate_batch([prompt], tools.options(), tools.small(), max_new_tokens=NUM_NEW)
@@ -216,15 +206,9 @@ def test_a_hook_on_a_part_of_one_layer_holds_for_that_layer_only(model, tools):
     assert compiled == hooked != plain
 
 
-def test_the_model_is_left_as_it_was(model, oracle, tools):
+def test_new_weights_in_a_pause_need_no_new_graph_and_the_model_is_left_as_it_was(model, oracle, tools):
     layers, before = model.model.layers, [set(module.__dict__) for module in model.modules()]
     layers[0].forward = original = layers[0].forward
-    run(model, tools, oracle, **backend(dynamic=True))
-    assert layers[0].__dict__.pop("forward") is original
-    assert [set(module.__dict__) for module in model.modules()] == before
-
-
-def test_new_weights_in_a_pause_need_no_new_graph(model, oracle, tools):
     other = tools.build(tools.llama_config(), seed=1)
     manager = ContinuousBatchingManager(model, tools.options(), tools.small(**backend(dynamic=True)), HINTS)
     prompt = tools.prompt(9)
@@ -241,6 +225,8 @@ def test_new_weights_in_a_pause_need_no_new_graph(model, oracle, tools):
     assert first.generated_tokens == oracle.greedy(prompt, NUM_NEW)
     assert second.generated_tokens == tools.plain_greedy(other, prompt, NUM_NEW)
     assert stats.late_compilations == 0
+    assert layers[0].__dict__.pop("forward") is original
+    assert [set(module.__dict__) for module in model.modules()] == before
 
 
 def test_a_compiled_16_bit_model_rounds_as_the_plain_one_does(model, tools):

@@ -10,9 +10,12 @@ import torch
 NUM_NEW = 10
 
 
-@pytest.mark.parametrize(("allow_block_sharing", "use_async_batching"), [(True, False), (False, True), (True, True)])
-@pytest.mark.parametrize("max_batch_tokens", [7, 64, 512])
-@pytest.mark.parametrize("page_size", [4, 24, 256])
+# Every two of page size, token budget and mode meet once.
+PAGE_SIZES, BUDGETS, MODES = (4, 24, 256), (7, 64, 512), ((True, False), (False, True), (True, True))
+COMBINATIONS = [(PAGE_SIZES[i], BUDGETS[j], *MODES[(i + j) % 3]) for i in range(3) for j in range(3)]
+
+
+@pytest.mark.parametrize(("page_size", "max_batch_tokens", "allow_block_sharing", "use_async_batching"), COMBINATIONS)
 def test_any_page_size_and_budget_gives_the_plain_tokens(
     model, oracle, prompts, tools, page_size, max_batch_tokens, allow_block_sharing, use_async_batching
 ):

@@ -44,11 +44,13 @@ def break_after(model, num_steps):
 
 
 @pytest.mark.parametrize("use_async_batching", [False, True])
-def test_a_manager_that_was_idle_for_long_serves_the_first_request(model, oracle, tools, use_async_batching):
+def test_a_manager_that_was_idle_for_long_serves_the_next_request(model, oracle, tools, use_async_batching):
     with tools.running(model, use_async_batching=use_async_batching) as manager:
-        time.sleep(0.5)
-        request_id = manager.add_request(tools.prompt(5), max_new_tokens=5)
-        assert manager.get_result(request_id).generated_tokens == oracle.greedy(tools.prompt(5), 5)
+        for length in (5, 9):
+            time.sleep(0.5)
+            request_id = manager.add_request(tools.prompt(length), max_new_tokens=5)
+            output = manager.get_result(request_id, timeout=tools.patience)
+            assert output.generated_tokens == oracle.greedy(tools.prompt(length), 5)
 
 
 def test_stop_finishes_everything_and_refuses_more(model, oracle, tools):

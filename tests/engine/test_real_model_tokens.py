@@ -1,6 +1,7 @@
 """fp32 SmolLM2-135M, greedy: every request's tokens equal `model.generate` of its prompt alone.
 
-The quick test is a part of the slow one, which runs the whole grid: `pytest -m slow`.
+The quick test is a part of the slow ones, with fewer and shorter prompts and answers: `pytest -m slow` runs the whole
+grid.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ import cbtriton
 from cbtriton.model_zoo import ModelSpec, load_model
 from cbtriton.workloads import ChatPrompts
 
-MAX_NEW_TOKENS = 64
-GREEDY = GenerationConfig(do_sample=False, max_new_tokens=MAX_NEW_TOKENS, eos_token_id=-1)
+NUM_NEW, NUM_NEW_QUICK = 64, 24
+GREEDY = GenerationConfig(do_sample=False, eos_token_id=-1)
 
 
 @dataclass(frozen=True)
@@ -32,9 +33,9 @@ class Case:
         sharing = "shared" if self.share else "unshared"
         return f"page{self.page_size}-budget{self.max_batch_tokens}-{sharing}{'-smallpool' * self.is_pool_small}"
 
-    def num_blocks(self, prompts: list[list[int]]) -> int:
-        longest = max(map(len, prompts)) + MAX_NEW_TOKENS
-        total = sum(len(prompt) + MAX_NEW_TOKENS for prompt in prompts)
+    def num_blocks(self, prompts: list[list[int]], num_new: int) -> int:
+        longest = max(map(len, prompts)) + num_new
+        total = sum(len(prompt) + num_new for prompt in prompts)
         # The small pool holds the longest request and a little more, far from all at once.
         tokens = max(longest + 2 * self.page_size, total // 4) if self.is_pool_small else 2 * total
         return -(-tokens // self.page_size) + (0 if self.is_pool_small else len(prompts))
@@ -57,19 +58,18 @@ def prompts(loaded) -> list[list[int]]:
 
 
 class Expected:
-    """Tokens of `model.generate`, one prompt at a time, computed once per prompt."""
+    """Tokens of `model.generate`, one prompt at a time, computed once per prompt and number of tokens."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
-        self._tokens: dict[tuple[int, ...], list[int]] = {}
+        self._tokens: dict[tuple[tuple[int, ...], int], list[int]] = {}
 
-    def __call__(self, prompt: list[int]) -> list[int]:
-        key = tuple(prompt)
+    def __call__(self, prompt: list[int], num_new: int = NUM_NEW) -> list[int]:
+        key = tuple(prompt), num_new
         if key not in self._tokens:
             ids = torch.tensor([prompt])
-            output = self._model.generate(
-                ids, attention_mask=torch.ones_like(ids), generation_config=GREEDY, pad_token_id=0
-            )
+            options = {"generation_config": GREEDY, "max_new_tokens": num_new, "pad_token_id": 0}
+            output = self._model.generate(ids, attention_mask=torch.ones_like(ids), **options)
             self._tokens[key] = output[0, len(prompt) :].tolist()
         return self._tokens[key]
 
@@ -79,10 +79,10 @@ def expected(loaded) -> Expected:
     return Expected(loaded.model)
 
 
-def check(model, case: Case, prompts: list[list[int]], expected: Expected) -> None:
+def check(model, case: Case, prompts: list[list[int]], expected: Expected, num_new: int = NUM_NEW) -> None:
     config = cbtriton.ContinuousBatchingConfig(
         page_size=case.page_size,
-        num_blocks=case.num_blocks(prompts),
+        num_blocks=case.num_blocks(prompts, num_new),
         max_batch_tokens=case.max_batch_tokens,
         allow_block_sharing=case.share,
         # A reserve would let the small pool finish without ever being full.
@@ -91,13 +91,13 @@ def check(model, case: Case, prompts: list[list[int]], expected: Expected) -> No
     with cbtriton.enable(model).continuous_batching_context_manager(
         GREEDY, continuous_batching_config=config
     ) as manager:
-        ids = manager.add_requests(prompts)
+        ids = manager.add_requests(prompts, max_new_tokens=num_new)
         outputs = [manager.get_result(request_id) for request_id in ids]
         stats = manager.stats()
     differing = [
         len(prompt)
         for prompt, output in zip(prompts, outputs, strict=True)
-        if output is None or output.generated_tokens != expected(prompt)
+        if output is None or output.generated_tokens != expected(prompt, num_new)
     ]
     assert not differing, f"prompts of these lengths differ: {differing}"
     # A page of 256 tokens holds most of these requests whole: nothing need grow out of its block or be shared.
@@ -121,7 +121,9 @@ NARROW = [Case(page, 7, share, small) for page, share, small in product((4, 24, 
 
 @pytest.mark.parametrize("case", QUICK, ids=lambda case: case.name)
 def test_tokens_equal_generate_on_some_prompts(loaded, prompts, expected, case):
-    check(loaded.model, case, prompts[2:20:2] + prompts[3:20:6] + prompts[-1:], expected)
+    # Of 4 to 165 tokens, four of which begin alike; and one that outgrows the larger page.
+    some = [prompts[i] for i in (2, 6, 8, 9, 12, 14, 15)] + prompts[20:21] * (case.page_size == 256)
+    check(loaded.model, case, some, expected, NUM_NEW_QUICK)
 
 
 @pytest.mark.slow
@@ -154,7 +156,7 @@ def test_tokens_equal_generate_at_every_compile_level(loaded, prompts, expected,
     with cbtriton.enable(loaded.model).continuous_batching_context_manager(
         GREEDY, continuous_batching_config=config, kernel_config=cbtriton.KernelConfig(default=kernels)
     ) as manager:
-        ids = manager.add_requests(some)
+        ids = manager.add_requests(some, max_new_tokens=NUM_NEW)
         tokens = [manager.get_result(request_id).generated_tokens for request_id in ids]
         stats = manager.stats()
     assert tokens == [expected(prompt) for prompt in some]

@@ -41,7 +41,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
             [
                 pytest.param(shape, dtype, id=f"{name}-{str(dtype).removeprefix('torch.')}")
                 for name, shape in cases.SHAPES.items()
-                for dtype in (cases.TOLERANCE if name in cases.IN_EVERY_DTYPE else [torch.float32])
+                for dtype in cases.dtypes_of(name)
             ],
         )
 

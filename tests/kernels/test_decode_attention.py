@@ -40,9 +40,9 @@ def test_every_shape_matches_fp64(implementation, oracles, attention_cases, shap
     torch.testing.assert_close(got.double(), _expected(oracles, step), rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("lengths", [[700, 1, 699, 3, 2, 350], [260] * 8, [5, 1500], [1]])
+@pytest.mark.parametrize("lengths", [[520, 1, 519, 3, 2, 260], [260] * 3, [5, 800], [1]])
 def test_rows_of_any_mix_of_lengths_match_fp64(implementation, oracles, attention_cases, lengths) -> None:
-    shape = attention_cases.Shape(num_heads=9, num_kv_heads=3, page_size=48)
+    shape = attention_cases.Shape(num_heads=6, num_kv_heads=2, page_size=48)
     step = attention_cases.make_step(shape, torch.float32, [(length - 1, 1) for length in lengths])
     torch.testing.assert_close(_decode(implementation, step).double(), _expected(oracles, step), rtol=2e-5, atol=2e-5)
 
@@ -51,8 +51,8 @@ def test_rows_of_any_mix_of_lengths_match_fp64(implementation, oracles, attentio
 def test_rows_that_share_their_first_blocks_match_fp64(
     implementation, oracles, attention_cases, dtype, with_sinks
 ) -> None:
-    shape = attention_cases.Shape(num_heads=9, num_kv_heads=3, page_size=24, has_sinks=with_sinks)
-    lengths = [200, 97, 98, 500, 300, 120, 70, 96]
+    shape = attention_cases.Shape(num_heads=6, num_kv_heads=2, page_size=24, has_sinks=with_sinks)
+    lengths = [200, 97, 98, 260, 150, 120, 70, 96]
     step = attention_cases.make_step(shape, dtype, [(length - 1, 1) for length in lengths])
     rows = step.rows.long()
     # Rows 0 to 3 share four blocks, rows 4 and 5 three others; row 6 shares too few and row 7 shares none.
@@ -92,7 +92,7 @@ def test_more_heads_share_a_kv_head_than_a_program_takes(implementation, oracles
 
 
 # Around the tiles and the splits of the kernels that have them.
-LENGTHS = [1, 31, 32, 33, 255, 256, 257, 511, 513, 600]
+LENGTHS = [1, 32, 33, 255, 257, 513]
 
 
 @pytest.mark.parametrize(("dtype", "window"), [(torch.float32, 0), (torch.bfloat16, 300)])
@@ -102,14 +102,12 @@ def test_bits_of_a_row_are_the_same_alone_and_in_any_batch(implementation, atten
     shape = attention_cases.Shape(num_heads=3, num_kv_heads=1, page_size=24, window=window, has_sinks=True)
     step = attention_cases.make_step(shape, dtype, [(length - 1, 1) for length in LENGTHS])
     together = _decode(implementation, step)
-    for i in (0, 3, 6, 9):
+    for i in (0, 2, 4, 5):
         alone = _decode(implementation, attention_cases.entries_of(step, [i]))
         torch.testing.assert_close(alone[0], together[i], rtol=0, atol=0)
     order = torch.randperm(len(LENGTHS), generator=torch.Generator().manual_seed(0)).tolist()
-    permuted = _decode(implementation, attention_cases.entries_of(step, order))
-    torch.testing.assert_close(permuted, together[order], rtol=0, atol=0)
-    moved = _decode(implementation, attention_cases.with_moved_pages(step))
-    torch.testing.assert_close(moved, together, rtol=0, atol=0)
+    elsewhere = attention_cases.entries_of(attention_cases.with_moved_pages(step), order)
+    torch.testing.assert_close(_decode(implementation, elsewhere), together[order], rtol=0, atol=0)
 
 
 def test_padding_rows_give_zeros_and_a_larger_max_kv_changes_nothing(implementation, oracles, attention_cases) -> None:

@@ -14,6 +14,7 @@ import cbtriton
 from cbtriton import ContinuousBatchingConfig, KernelConfig
 
 VOCAB_SIZE = 61
+NUM_NEW = 5
 
 
 @pytest.fixture(scope="module")
@@ -40,8 +41,8 @@ def _prompts() -> list[list[int]]:
     """Some begin with the same two pages of four tokens."""
     rng = random.Random(5)
     shared = rng.choices(range(VOCAB_SIZE), k=9)
-    return [shared + rng.choices(range(VOCAB_SIZE), k=n) for n in (1, 4, 12)] + [
-        rng.choices(range(VOCAB_SIZE), k=n) for n in (1, 5, 17)
+    return [shared + rng.choices(range(VOCAB_SIZE), k=n) for n in (1, 12)] + [
+        rng.choices(range(VOCAB_SIZE), k=n) for n in (1, 17)
     ]
 
 
@@ -50,11 +51,11 @@ CASES = {
     "greedy, chunks, shared prefixes": ({"do_sample": False}, {"num_blocks": 64, "max_batch_tokens": 8}),
     "greedy, preemption": (
         {"do_sample": False},
-        {"num_blocks": 14, "safety_margin": 0.0, "allow_block_sharing": False, "max_batch_tokens": 16},
+        {"num_blocks": 10, "safety_margin": 0.0, "allow_block_sharing": False, "max_batch_tokens": 16},
     ),
     "sampled, preemption": (
         {"do_sample": True, "temperature": 0.8, "top_k": 20, "top_p": 0.9},
-        {"num_blocks": 14, "safety_margin": 0.0, "max_batch_tokens": 16},
+        {"num_blocks": 8, "safety_margin": 0.0, "max_batch_tokens": 16},
     ),
     "sampled, forks": (
         {"do_sample": True, "temperature": 1.3, "top_k": 0, "min_p": 0.02, "num_return_sequences": 2},
@@ -65,7 +66,7 @@ CASES = {
 
 def _run(model: Any, kernels: str, options: dict[str, Any], config: dict[str, Any]) -> tuple[Any, Any]:
     with cbtriton.enable(copy.deepcopy(model)).continuous_batching_context_manager(
-        GenerationConfig(eos_token_id=-1, max_new_tokens=7, **options),
+        GenerationConfig(eos_token_id=-1, max_new_tokens=NUM_NEW, **options),
         continuous_batching_config=ContinuousBatchingConfig(page_size=4, seed=11, **config),
         kernel_config=KernelConfig(default=kernels),
     ) as manager:
@@ -85,7 +86,7 @@ def test_tokens_are_those_of_the_references(model, case) -> None:
     expected, _ = _run(model, "reference", options, config)
     got, stats = _run(model, "triton", options, config)
     assert {i: o.generated_tokens for i, o in got.items()} == {i: o.generated_tokens for i, o in expected.items()}
-    assert all(len(output.generated_tokens) == 7 for output in got.values())
+    assert all(len(output.generated_tokens) == NUM_NEW for output in got.values())
     if config.get("return_logprobs"):
         for request_id, output in got.items():
             assert output.logprobs == pytest.approx(expected[request_id].logprobs, abs=2e-5)

@@ -44,8 +44,8 @@ def _decode_step(names: tuple[str, str, str], num_rows: int, bucket: int) -> tup
 
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("chain", CHAINS)
-@pytest.mark.parametrize("num_rows", range(1, 18))
-def test_every_batch_size_gives_the_same_in_a_larger_bucket(chain, num_rows) -> None:
+@pytest.mark.parametrize("num_rows", [1, 2, 3, 4, 7, 8, 9, 17])
+def test_a_batch_gives_the_same_in_a_larger_bucket(chain, num_rows) -> None:
     bucket = 1 << num_rows.bit_length()
     bare = _decode_step(CHAINS[chain], num_rows, num_rows)
     padded = _decode_step(CHAINS[chain], num_rows, bucket)

@@ -198,6 +198,19 @@ def test_the_newest_gives_way_and_no_more_than_needed(simulation, depth):
 
 
 @DEPTHS
+def test_a_request_that_needs_one_block_takes_it_from_one_request(simulation, depth):
+    engine = simulation.SimulatedEngine(num_blocks=3, page_size=4, share_blocks=False, depth=depth)
+    for name in ("first", "second", "third"):
+        engine.add(name, prompt(2, kind=len(name)), max_new_tokens=7)
+    plan = step_until(engine, preempts(engine))
+    # All three need a second block at once: the oldest takes that of the newest, and the other one keeps its own.
+    assert counts(plan) == {"first": 1}
+    assert engine.blocks.num_blocks_held("second") == 1
+    engine.run()
+    assert engine.scheduler.counters.preemptions == 1
+
+
+@DEPTHS
 @pytest.mark.parametrize("share_blocks", [True, False])
 def test_many_requests_in_a_small_cache_get_on_with_every_step(simulation, share_blocks, depth):
     engine = simulation.SimulatedEngine(num_blocks=12, page_size=4, share_blocks=share_blocks, depth=depth)
