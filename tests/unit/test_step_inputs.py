@@ -37,7 +37,8 @@ def test_steps_of_a_bucket_have_their_columns_at_the_same_place_and_overwrite_th
     rows = (ScheduledRow("a", 1, 2, 4, 1, samples=True),)
     starts = (RowStart(2, [1, 2, 3, 4, 5], 5, SamplingParams(), frozenset()),)
     plan = BatchPlan("decode", rows, starts, (), (), num_tokens=1, max_seq_len=5)
-    assert columns(first) == columns(writing.fill(plan, bucket)) == [[2, 5], [4, 0], [1, 0], [2, 5], [5, 0], [0, 0]]
+    second = writing.fill(plan, bucket)
+    assert columns(first) == columns(second) == [[2, 5], [4, 0], [1, 0], [2, 5], [5, 0], [0, 0]]
 
 
 def test_a_step_of_padding_only_touches_the_row_of_no_request() -> None:
