@@ -20,8 +20,11 @@ from torch.utils._pytree import tree_leaves
 from cbtriton.graphs import CapturedStep, CaptureError, Step
 from cbtriton.kernel_set import KernelSet
 
-# Operations whose result the host waits for, or whose size depends on what a tensor holds.
-SYNCHRONISING = ("_local_scalar_dense", "item", "nonzero", "masked_select", "is_nonzero", "equal", "unique")
+# Operations whose result the host waits for, whose size depends on what a tensor holds, or that take data of the host.
+FORBIDDEN = frozenset(
+    {"_local_scalar_dense", "equal", "is_nonzero", "lift_fresh", "masked_select", "nonzero", "_unique2", "unique_dim"}
+)
+INDEXING = frozenset({"index", "index_put", "index_put_"})
 KERNELS = (
     "prepare_inputs",
     "kv_write",
@@ -74,6 +77,9 @@ def destroy(tensor: Tensor) -> None:
 class Recording(TorchDispatchMode):
     """Notes the operations of the thread that enters it, each with the tensors it was called on."""
 
+    # Compiled code without a code generator calls some.
+    supports_higher_order_operators = True
+
     def __init__(self) -> None:
         super().__init__()
         self.operations: list[Operation] = []
@@ -84,7 +90,9 @@ class Recording(TorchDispatchMode):
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
-        if func.overloadpacket.__name__ in SYNCHRONISING:
+        name = getattr(func, "overloadpacket", func).__name__
+        has_mask = name in INDEXING and any(index is not None and index.dtype is torch.bool for index in args[1])
+        if name in FORBIDDEN or has_mask:
             raise RuntimeError(f"operation not permitted when stream is capturing: {func}")
         return self.note(func, args, kwargs or {})
 
@@ -102,7 +110,7 @@ class RecordingCapturer:
         refuse: Called with the number of each capture, from 0; what it returns is why that one fails, if anything.
         num_captures: Captures tried so far.
         num_released: How often everything was freed.
-        num_bytes: Size of the outputs of all graphs.
+        num_bytes: Size of the outputs of all graphs, in allocations of 512 bytes.
     """
 
     refuse: Callable[[int], str | None] = lambda number: None
@@ -126,7 +134,7 @@ class RecordingCapturer:
         finally:
             self._recording = None
         self._outputs.append(outputs)
-        self.num_bytes += sum(output.nbytes for output in outputs)
+        self.num_bytes += sum(-(-output.nbytes // 512) * 512 for output in outputs)
 
         def replay() -> None:
             for others in self._outputs:

@@ -15,6 +15,7 @@ import torch
 import cbtriton
 from cbtriton import WorkloadHints
 from cbtriton import manager as manager_module
+from cbtriton.config import ModelFacts
 from cbtriton.graphs import CapturedStep, GraphKey, GraphStore
 from cbtriton.manager import ContinuousBatchingManager
 from cbtriton.padding import Bucket, PaddingPolicy
@@ -271,9 +272,7 @@ def test_a_step_that_fails_before_it_is_captured_fails_as_it_would_have(model, c
 
 @pytest.mark.parametrize("use_async_batching", [False, True])
 @pytest.mark.parametrize("hints", [HINTS, None], ids=["prepared", "when it comes"])
-def test_steps_that_cannot_be_captured_run_as_they_are(
-    run, capturer, oracle, tools, caplog, hints, use_async_batching
-):
+def test_steps_that_cannot_be_captured_run_as_they_are(run, capturer, oracle, tools, caplog, hints, use_async_batching):
     capturer.refuse = lambda number: f"reason {number}" if number % 2 else None
     prompts = [tools.prompt(length) for length in (5, 9, 20, 33)]
     with caplog.at_level(logging.WARNING, "cbtriton"):
@@ -289,7 +288,7 @@ def test_steps_that_cannot_be_captured_run_as_they_are(
 
 
 def test_a_model_that_waits_for_the_device_runs_without_graphs(model, run, oracle, tools, caplog):
-    hook = model.model.layers[0].register_forward_pre_hook(lambda module, args: bool(args[0].sum().item() > 0) and None)
+    hook = model.model.layers[0].register_forward_pre_hook(lambda module, args: (args[0].sum().item(), None)[1])
     prompts = [tools.prompt(length) for length in (5, 9)]
     found = run(prompts)
     hook.remove()
@@ -303,7 +302,9 @@ def test_a_model_that_waits_for_the_device_runs_without_graphs(model, run, oracl
 
 
 def answer(manager, tools, prompt: list[int]) -> list[int]:
-    return manager.get_result(manager.add_request(prompt, max_new_tokens=NUM_NEW), timeout=tools.patience).generated_tokens
+    return manager.get_result(
+        manager.add_request(prompt, max_new_tokens=NUM_NEW), timeout=tools.patience
+    ).generated_tokens
 
 
 def test_a_pause_keeps_graphs_and_new_values_in_old_places_reach_them(model, oracle, capturer, tools):
@@ -455,9 +456,18 @@ def test_paths_cannot_be_captured_where_nothing_captures():
 
 
 @pytest.mark.parametrize("use_async_batching", [False, True])
-def test_the_simulator_counts_the_graphs_and_their_outputs(run, capturer, tools, use_async_batching):
+def test_the_simulator_counts_the_graphs_of_greedy_steps(run, tools, use_async_batching):
     prompts = [tools.prompt(length) for length in (5, 9, 20, 33, 2, 17)]
     found = run(prompts, use_async_batching=use_async_batching, max_requests_per_batch=4)
     result = simulate(found.config, trace_of(prompts, [NUM_NEW] * len(prompts)))
     assert {bucket.name: count for bucket, count in result.buckets.items()} == found.stats.buckets
     assert sum(result.num_variants(path) for path in ("varlen", "decode")) == found.stats.captures
+
+
+def test_the_simulator_knows_the_results_that_prepared_graphs_keep(run, tools):
+    found = run([tools.prompt(5)], None, HINTS)
+    padding = PaddingPolicy.of(found.config)
+    listed = [bucket for path in ("varlen", "decode") for bucket in padding.buckets(path, HINTS)]
+    only_results = ModelFacts(0, 0, None, 0, 0, 0, 0, "cuda", 0)
+    shared = 24 * max(bucket.num_tokens for bucket in listed)
+    assert found.prepared.graph_bytes == graph_bytes(listed, only_results) - shared
