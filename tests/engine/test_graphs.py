@@ -273,18 +273,17 @@ def test_a_step_that_fails_before_it_is_captured_fails_as_it_would_have(model, c
 @pytest.mark.parametrize("use_async_batching", [False, True])
 @pytest.mark.parametrize("hints", [HINTS, None], ids=["prepared", "when it comes"])
 def test_steps_that_cannot_be_captured_run_as_they_are(run, capturer, oracle, tools, caplog, hints, use_async_batching):
-    capturer.refuse = lambda number: f"reason {number}" if number % 2 else None
+    capturer.refuse = lambda number: None if number % 3 else f"reason {number}"
     prompts = [tools.prompt(length) for length in (5, 9, 20, 33)]
     with caplog.at_level(logging.WARNING, "cbtriton"):
         found = run(prompts, None, hints, use_async_batching=use_async_batching)
     assert found.answers == [oracle.greedy(prompt, NUM_NEW) for prompt in prompts]
     warnings = [record.message for record in caplog.records if "captured" in record.message]
     assert len(warnings) == 1
-    assert warnings[0].endswith("reason 1")
+    assert warnings[0].endswith("reason 0")
     assert found.stats.capture_failures > 1
     assert found.stats.captures + found.stats.capture_failures == capturer.num_captures
-    assert 0 < found.stats.replays if hints is None else found.stats.replays == found.stats.steps
-    assert found.stats.replays < found.stats.steps or hints is not None
+    assert 0 < found.stats.replays < found.stats.steps
 
 
 def test_a_model_that_waits_for_the_device_runs_without_graphs(model, run, oracle, tools, caplog):
