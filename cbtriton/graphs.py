@@ -12,6 +12,8 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
+from threading import Lock
 from typing import Protocol
 
 import torch
@@ -162,6 +164,19 @@ def capturer_for(device: torch.device) -> Capturer | None:
     return CudaCapturer(device) if device.type == "cuda" else None
 
 
+@dataclass(frozen=True, slots=True)
+class _CaptureStream:
+    """Where all captures of a device run: libraries keep memory for each stream, and torch allows one at a time."""
+
+    stream: torch.cuda.Stream
+    lock: Lock
+
+    @classmethod
+    @cache
+    def of(cls, device: torch.device) -> _CaptureStream:
+        return cls(torch.cuda.Stream(device), Lock())
+
+
 class CudaCapturer:
     """Captures into CUDA graphs (on ROCm into HIP graphs) with one memory pool.
 
@@ -171,7 +186,7 @@ class CudaCapturer:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream = torch.cuda.Stream(device)
+        self._side = _CaptureStream.of(device)
         self._graphs: list[torch.cuda.CUDAGraph] = []
         self._abandoned: list[torch.cuda.CUDAGraph] = []
         # The last one is in use; one more for each capture that failed.
@@ -179,16 +194,15 @@ class CudaCapturer:
 
     def capture(self, step: Step) -> CapturedStep:
         """See `Capturer.capture`."""
-        current = torch.cuda.current_stream(self._device)
-        self._stream.wait_stream(current)
-        with torch.cuda.stream(self._stream):
+        current, side = torch.cuda.current_stream(self._device), self._side.stream
+        with self._side.lock, torch.cuda.stream(side):
+            side.wait_stream(current)
             # On the same stream, so that libraries set up what they keep for each stream outside of the graph.
             step()
+            current.wait_stream(side)
             # The allocator does not give up what it caches for others while it serves a capture.
             torch.cuda.empty_cache()
-            captured = self._capture(step)
-        current.wait_stream(self._stream)
-        return captured
+            return self._capture(step)
 
     def _capture(self, step: Step) -> CapturedStep:
         graph = torch.cuda.CUDAGraph()

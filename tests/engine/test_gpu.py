@@ -363,16 +363,17 @@ def test_captured_steps_give_the_tokens_of_steps_that_are_not(answers, sampling,
 def test_steps_that_cannot_be_captured_run_as_they_are_and_leave_nothing_broken(answers, small_model, caplog) -> None:
     expected, _ = answers({}, use_cuda_graph=False)
 
-    def wait_for_the_device_in_small_steps(module: Any, args: tuple[Tensor, ...]) -> None:
-        if args[0].shape[1] < 8:
+    def wait_for_the_device_in_some_steps(module: Any, args: tuple[Tensor, ...]) -> None:
+        if args[0].shape[1] == 4:
             args[0].sum().item()
 
-    hook = small_model.model.layers[1].mlp.register_forward_pre_hook(wait_for_the_device_in_small_steps)
-    # Large steps are captured first, small ones fail, and the next large ones must be captured again.
+    hook = small_model.model.layers[1].mlp.register_forward_pre_hook(wait_for_the_device_in_some_steps)
     found, stats = answers({}, HINTS)
     hook.remove()
     assert found == expected
-    assert min(stats.captures, stats.capture_failures, stats.replays) > 0
+    # Larger steps are captured before, smaller ones after these, greedy and not.
+    assert stats.capture_failures == 2 < stats.captures
+    assert 0 < stats.replays < stats.steps
     assert sum("cannot be captured" in record.message for record in caplog.records) == 1
     again, stats = answers({}, HINTS)
     assert again == expected
