@@ -1,4 +1,4 @@
-"""Runs plans on the device. Events and the worker thread live here, graphs and their stream in `graphs`: nowhere else."""
+"""Runs plans on the device. Events and the worker thread live here, graphs in `graphs`: nowhere else."""
 
 from __future__ import annotations
 

@@ -129,7 +129,7 @@ def exact_llama(is_dry: bool) -> Any:
     """A Llama in fp32, where rounding decides next to nothing: of 60 million parameters, or a tiny one."""
     from transformers import AutoModelForCausalLM, LlamaConfig
 
-    sizes = {"hidden_size": 512, "num_hidden_layers": 6, "intermediate_size": 1536, "vocab_size": 32_000}
+    sizes: dict[str, Any] = {"hidden_size": 512, "num_hidden_layers": 6, "intermediate_size": 1536, "vocab_size": 32_000}
     if is_dry:
         sizes = {"hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 64, "vocab_size": 128}
     heads = {"num_attention_heads": 8 if not is_dry else 4, "num_key_value_heads": 2}
