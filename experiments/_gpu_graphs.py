@@ -129,13 +129,18 @@ def exact_llama(is_dry: bool) -> Any:
     """A Llama in fp32, where rounding decides next to nothing: of 60 million parameters, or a tiny one."""
     from transformers import AutoModelForCausalLM, LlamaConfig
 
-    sizes: dict[str, Any] = {"hidden_size": 512, "num_hidden_layers": 6, "intermediate_size": 1536, "vocab_size": 32_000}
+    sizes: dict[str, Any] = {
+        "hidden_size": 512,
+        "num_hidden_layers": 6,
+        "intermediate_size": 1536,
+        "vocab_size": 32_000,
+    }
     if is_dry:
         sizes = {"hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 64, "vocab_size": 128}
-    heads = {"num_attention_heads": 8 if not is_dry else 4, "num_key_value_heads": 2}
+    sizes |= {"num_attention_heads": 4 if is_dry else 8, "num_key_value_heads": 2, "max_position_embeddings": 1024}
     torch.manual_seed(0)
     # Large enough that greedy answers do not end in loops.
-    config = LlamaConfig(**sizes, **heads, max_position_embeddings=1024, initializer_range=0.1)
+    config = LlamaConfig(**sizes, initializer_range=0.1)
     model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model = model.to("cpu" if is_dry else "cuda").eval().requires_grad_(False)
     model.config.eos_token_id = model.generation_config.eos_token_id = None
