@@ -121,6 +121,18 @@ def test_requests_with_parameters_of_their_own_share_a_graph(model, capturer, to
     assert len(set(map(tuple, answers[True]))) == 4
 
 
+def test_greedy_and_sampled_steps_of_the_same_sizes_take_turns(model, oracle, capturer, tools):
+    prompt, answers = tools.prompt(9), []
+    with tools.running(model, tools.options(**SAMPLED), **SIZES, per_request_processors=True) as manager:
+        for do_sample in (False, True) * 2:
+            request_id = manager.add_request(prompt, max_new_tokens=NUM_NEW, do_sample=do_sample, seed=3)
+            answers.append(manager.get_result(request_id, timeout=tools.patience).generated_tokens)
+        stats = manager.stats()
+    assert answers[0] == answers[2] == oracle.greedy(prompt, NUM_NEW)
+    assert answers[1] == answers[3] != answers[0]
+    assert (stats.captures, stats.replays) == (2 * len(stats.buckets), stats.steps)
+
+
 @pytest.mark.parametrize("max_batch_tokens", [8, 16, 64, 256])
 @pytest.mark.parametrize("page_size", [16, 5])
 def test_tokens_depend_on_no_budget_and_no_page_size(run, oracle, tools, max_batch_tokens, page_size):
