@@ -74,6 +74,18 @@ def destroy(tensor: Tensor) -> None:
         tensor.fill_(1)
 
 
+def within_bounds(plan: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """An attention's plan that insists on what kernels rely on: no context is longer than `max_kv`."""
+
+    def run(*args: Any) -> Tensor:
+        if not torch.compiler.is_compiling():
+            seq_lens, max_kv = args[3], args[5]
+            assert seq_lens.max() <= max_kv, "a graph was replayed for longer contexts than it was captured for"
+        return plan(*args)
+
+    return run
+
+
 class Recording(TorchDispatchMode):
     """Notes the operations of the thread that enters it, each with the tensors it was called on."""
 
@@ -155,6 +167,8 @@ class RecordingCapturer:
 
     def record(self, kernels: KernelSet) -> KernelSet:
         """The kernels, each call of which is one recorded operation: its launches bypass the dispatcher."""
+        plans = {name: within_bounds(getattr(kernels, name)) for name in ("varlen_plan", "decode_plan")}
+        kernels = replace(kernels, **plans)
         return replace(kernels, **{name: self._recorded(getattr(kernels, name)) for name in KERNELS})
 
     def _recorded(self, kernel: Callable[..., Any]) -> Callable[..., Any]:

@@ -141,6 +141,7 @@ def test_tokens_depend_on_no_budget_and_no_page_size(run, oracle, tools, max_bat
     found = run(prompts, **sizes, kv_padding_interval_size=32, q_padding_interval_size=8)
     assert found.answers == [oracle.greedy(prompt, NUM_NEW) for prompt in prompts]
     assert found.stats.replays == found.stats.steps
+    assert found.stats.captures == len(found.stats.buckets)
 
 
 @pytest.mark.parametrize("use_async_batching", [False, True])
