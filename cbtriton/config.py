@@ -87,9 +87,9 @@ class ContinuousBatchingConfig:
             path, and 0 turns the decode path off. None: from workload hints, else the longest request
             allowed.
         allow_block_sharing: Whether requests with the same prefix share its blocks.
-        use_async_batching: Whether the next step is prepared while one runs; None: decided by the engine.
-        use_cuda_graph: Whether steps are captured, for both paths or as (varlen, decode); None: decided by
-            the engine.
+        use_async_batching: Whether the next step is prepared while one runs; None: where steps are captured.
+        use_cuda_graph: Whether steps are captured as graphs of the device, for both paths or as (varlen, decode);
+            None: where the device has graphs. Captured steps are padded.
         q_padding_interval_size: Query tokens are padded to multiples of this many tokens; 0: decided by the
             engine.
         kv_padding_interval_size: Context lengths are padded to multiples of this many tokens; 0: decided by
@@ -334,6 +334,7 @@ class ModelFacts:
         available_memory_bytes: Memory that this process may still take on the device.
         logits_dtype_bytes: Bytes of one logit.
         has_repeated_layers: Whether the model is a list of layers that can be compiled one by one.
+        has_graphs: Whether steps can be captured on the device.
     """
 
     vocab_size: int
@@ -347,6 +348,7 @@ class ModelFacts:
     available_memory_bytes: int
     logits_dtype_bytes: int = 4
     has_repeated_layers: bool = False
+    has_graphs: bool = False
 
     @property
     def activation_bytes_per_token(self) -> int:
@@ -425,6 +427,7 @@ class EngineConfig:
         varlen_compile: How steps of the varlen path are compiled; None: not at all.
         decode_compile: The same for the decode path.
         compile_region: What is compiled at a time: each decoder `layer`, all with the same graphs, or the whole `step`.
+        captured_paths: The paths whose steps are captured as graphs; all of them padded.
         padded_paths: The paths whose steps are padded to few sizes.
         flexible_paths: The paths that are compiled for any size. All other steps run at exact sizes.
         q_interval: Query tokens of a padded step are a multiple of this.
@@ -452,6 +455,7 @@ class EngineConfig:
     varlen_compile: CompileSettings | None
     decode_compile: CompileSettings | None
     compile_region: CompileRegion
+    captured_paths: tuple[Literal["varlen", "decode"], ...]
     padded_paths: tuple[Literal["varlen", "decode"], ...]
     flexible_paths: tuple[Literal["varlen", "decode"], ...]
     q_interval: int

@@ -18,9 +18,10 @@ from torch import Tensor
 from cbtriton.attention import PagedAttention
 from cbtriton.block_manager import BlockManager
 from cbtriton.config import EngineConfig, WorkloadHints
+from cbtriton.graphs import Capturer, GraphStore
 from cbtriton.kernel_set import KernelSet
 from cbtriton.kv_cache import KVCache
-from cbtriton.model_adapter import ModelAdapter, ModelLayout, UnsupportedModelError
+from cbtriton.model_adapter import Belongings, ModelAdapter, ModelLayout, UnsupportedModelError
 from cbtriton.model_runner import InFlightStep, ModelRunner
 from cbtriton.padding import Bucket, PaddingPolicy
 from cbtriton.plan import BatchPlan, BlockTableUpdate, Path, RowStart, ScheduledRow
@@ -34,6 +35,8 @@ _logger = logging.getLogger(__name__)
 
 # Enough for hours of decoding; older records are dropped so that an engine may run for weeks.
 MAX_STEP_RECORDS = 100_000
+# Captures of one path that a warm-up waits for at most.
+MAX_PREPARED_CAPTURES = 256
 # Largest difference between paged and plain logits that rounding explains, relative to the largest logit.
 SELF_CHECK_TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-6, torch.float16: 2e-2, torch.bfloat16: 8e-2}
 
@@ -50,7 +53,7 @@ class _Launched:
 class Engine:
     """Continuous batching of one model.
 
-    The model is attached on construction; `close` detaches it.
+    The model is attached on construction; `detach` gives it back, and `close` ends the engine.
 
     Args:
         adapter: The model.
@@ -58,6 +61,7 @@ class Engine:
         config: Resolved configuration.
         kernels: The chosen kernels.
         stop_check: Says after each new token whether its request ends.
+        capturer: Captures steps; None where the device has no graphs.
 
     Raises:
         UnsupportedModelError: The model's paged logits differ from its plain ones.
@@ -70,6 +74,7 @@ class Engine:
         config: EngineConfig,
         kernels: KernelSet,
         stop_check: Callable[[Request], StopDecision],
+        capturer: Capturer | None,
     ) -> None:
         self.config = config
         self._adapter = adapter
@@ -87,7 +92,10 @@ class Engine:
         )
         self._attention = PagedAttention(kernels, self._cache.layers, layout.calls, layout.modules)
         layers = adapter.repeated_layers(layout)
-        self._runner = ModelRunner(adapter, self._attention, kernels, self._cache, table, config, layers)
+        self._graphs = GraphStore(capturer, config.captured_paths)
+        self._runner = ModelRunner(adapter, self._attention, kernels, self._cache, table, config, layers, self._graphs)
+        self._is_warm = False
+        self._left_behind: Belongings | None = None
         self._in_flight: deque[_Launched] = deque()
         self._stats = EngineStats(blocks_total=config.num_blocks, cache_bytes=self._cache.num_bytes)
         self._records: deque[StepRecord] = deque(maxlen=MAX_STEP_RECORDS)
@@ -100,28 +108,46 @@ class Engine:
             raise
 
     def attach(self) -> None:
-        """Puts the model on this engine's attention; weights that changed meanwhile invalidate cached prefixes."""
+        """Puts the model on this engine's attention.
+
+        Weights that changed meanwhile invalidate cached prefixes. Anything that was replaced, weights or modules,
+        invalidates captured steps: they would go on using what was there before.
+        """
         self._adapter.attach(self._attention.forward)
         self._attention.attach()
         if self._adapter.weights_changed():
             self.reset_prefix_cache()
+        if self._left_behind is not None and self._left_behind != self._adapter.belongings():
+            self._graphs.clear()
+            self._is_warm = False
+        self._left_behind = None
 
-    def close(self) -> None:
+    def detach(self) -> None:
         """Gives the model back as it was. The engine can be attached again."""
-        self._runner.close()
+        self._runner.stop()
+        if self.config.captured_paths and self._adapter.is_attached:
+            self._left_behind = self._adapter.belongings()
         self._attention.detach()
         self._adapter.detach()
+
+    def close(self) -> None:
+        """Gives the model back as it was, and frees all graphs."""
+        self.detach()
+        self._graphs.clear()
 
     @property
     def is_warm(self) -> bool:
         """Whether `warm_up` has nothing left to do."""
-        return self._runner.monitor.is_warm or not self._runner.is_compiled
+        return self._is_warm or not (self._runner.is_compiled or self.config.captured_paths)
 
     def warm_up(self, hints: WorkloadHints, progress: Callable[[Sequence[Bucket]], Iterable[Bucket]]) -> None:
-        """Compiles whatever steps of hinted requests will need; harmless when repeated.
+        """Compiles and captures whatever steps of hinted requests will need; harmless when repeated.
+
+        A path that is captured but not compiled is left out where it has more than `MAX_PREPARED_CAPTURES` buckets: its
+        steps are captured when they come.
 
         Args:
-            hints: Bounds the sizes that are prepared. Others are compiled when a step needs them, which waits for it.
+            hints: Bounds the sizes that are prepared. Others are prepared when a step needs them, which waits for it.
             progress: Hands out what is prepared, one after the other, and may show how far it is.
 
         Raises:
@@ -132,15 +158,23 @@ class Engine:
             return
         monitor = self._runner.monitor
         paths: tuple[Path, ...] = ("varlen", "decode") if self.config.use_decode_path else ("varlen",)
-        buckets = [bucket for path in paths for bucket in self._padding.prepared_buckets(path, hints)]
+        buckets = [bucket for path in paths for bucket in self._prepared_buckets(path, hints)]
         for bucket in progress(buckets):
             before = monitor.compilations
             start = time.perf_counter()
             self._runner.warm_up(bucket)
             seconds = time.perf_counter() - start
-            _logger.info("warm-up of %s: %.1f s, %d graphs", bucket.name, seconds, monitor.compilations - before)
-        self._self_check(lambda bucket: bucket in buckets or bucket.path in self._padding.flexible_paths)
-        monitor.is_warm = True
+            _logger.info("warm-up of %s: %.1f s, compiled %d", bucket.name, seconds, monitor.compilations - before)
+        if self._runner.is_compiled:
+            self._self_check(lambda bucket: bucket in buckets or bucket.path in self._padding.flexible_paths)
+        self._is_warm = monitor.is_warm = True
+
+    def _prepared_buckets(self, path: Path, hints: WorkloadHints) -> tuple[Bucket, ...]:
+        buckets = self._padding.prepared_buckets(path, hints)
+        if len(buckets) > MAX_PREPARED_CAPTURES and not self._runner.is_path_compiled(path):
+            _logger.info("steps of the %s path have %d buckets: captured when they come", path, len(buckets))
+            return ()
+        return buckets
 
     # --------------------------------------------------------------------------------------------- requests
 
@@ -292,6 +326,11 @@ class Engine:
             compilations=self._runner.monitor.compilations,
             late_compilations=self._runner.monitor.late_compilations,
             compile_time=self._runner.monitor.compile_time,
+            captures=self._graphs.captures,
+            capture_failures=self._graphs.failures,
+            capture_time=self._graphs.capture_time,
+            replays=self._graphs.replays,
+            graph_bytes=self._graphs.num_bytes,
         )
 
     def step_records(self) -> list[StepRecord]:

@@ -26,6 +26,7 @@ from tqdm.auto import tqdm
 
 from cbtriton.config import ContinuousBatchingConfig, EngineConfig, KernelConfig, ModelFacts, WorkloadHints
 from cbtriton.engine import Engine
+from cbtriton.graphs import capturer_for
 from cbtriton.kernel_set import choose_kernels
 from cbtriton.model_adapter import ModelAdapter
 from cbtriton.request import GenerationOutput, Request, RequestStatus, SamplingParams, StopRules
@@ -115,6 +116,7 @@ class ContinuousBatchingManager:
         with self._no_caller_modes():
             self._layout = self._adapter.inspect_layout()
         self._hints = WorkloadHints.from_any(workload_hints)
+        self._capturer = capturer_for(self._adapter.device)
         self.engine_config: EngineConfig = resolve(
             config,
             self._hints,
@@ -164,6 +166,7 @@ class ContinuousBatchingManager:
             device_type=self._adapter.device.type,
             available_memory_bytes=memory,
             has_repeated_layers=bool(self._adapter.repeated_layers(self._layout)),
+            has_graphs=self._capturer is not None,
         )
 
     # ------------------------------------------------------------------------------------------- life cycle
@@ -188,11 +191,11 @@ class ContinuousBatchingManager:
     def warmup(self, progress_bar: bool = False) -> None:
         """Prepares all that steps of this configuration can need, where not yet done; harmless while it runs.
 
-        Allocates the cache, checks the model against its plain self, attaches to it, and compiles. If that fails, the
-        model is as it was.
+        Allocates the cache, checks the model against its plain self, attaches to it, compiles and captures. If that
+        fails, the model is as it was.
 
         Args:
-            progress_bar: Shows one while compiling.
+            progress_bar: Shows one while compiling and capturing.
 
         Raises:
             RuntimeError: The manager was destroyed, or the compiler refused.
@@ -220,7 +223,12 @@ class ContinuousBatchingManager:
             with self._no_caller_modes():
                 if self._engine is None:
                     self._engine = Engine(
-                        self._adapter, self._layout, self.engine_config, self._kernels, self._stop_checker.check
+                        self._adapter,
+                        self._layout,
+                        self.engine_config,
+                        self._kernels,
+                        self._stop_checker.check,
+                        self._capturer,
                     )
                 elif not self._adapter.is_attached:
                     self._engine.attach()
@@ -750,7 +758,7 @@ class ContinuousBatchingManager:
     def _park(self, engine: Engine) -> None:
         """Gives the model back between two steps until the last pausing thread has left."""
         self._publish(engine.drain(), engine.num_waiting)
-        engine.close()
+        engine.detach()
         with self._changed:
             self._is_parked = True
             self._changed.notify_all()
@@ -786,7 +794,7 @@ class ContinuousBatchingManager:
             if self._engine is not None:
                 outputs = self._engine.fail_all(reason) + outputs
                 if self._keep_engine and self._fatal_error is None:
-                    self._engine.close()
+                    self._engine.detach()
                 else:
                     self._release_engine()
         finally:

@@ -49,6 +49,52 @@ class ModelLayout:
         return sum(geometry.bytes_per_token for geometry in self.geometries)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Belongings:
+    """The modules of a model, and everything that hangs on them; tensors stand for where they lie.
+
+    Equal ones mean that a captured step finds everything where it was. New values in the old places change nothing.
+    """
+
+    parts: tuple[object, ...]
+
+    @classmethod
+    def of(cls, model: nn.Module) -> Belongings:
+        """Those of the model as it is now."""
+        parts: list[object] = []
+        for module in model.modules():
+            parts.append(module)
+            for value in vars(module).values():
+                # Parameters, buffers, submodules and hooks are kept in dictionaries.
+                parts += value.values() if isinstance(value, dict) else [value]
+        return cls(tuple(_Location.of(part) if isinstance(part, Tensor) else part for part in parts))
+
+    def __eq__(self, other: object) -> bool:
+        # By identity: nobody knows how the things that people hang on modules compare.
+        return (
+            isinstance(other, Belongings)
+            and len(self.parts) == len(other.parts)
+            and all(
+                mine is theirs or (isinstance(mine, _Location) and mine == theirs)
+                for mine, theirs in zip(self.parts, other.parts, strict=True)
+            )
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Location:
+    """Where a tensor lies, and what is needed to read it."""
+
+    address: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> _Location:
+        return cls(tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
+
+
 class UnsupportedModelError(ValueError):
     """The model cannot run packed and paged; the message names the reason."""
 
@@ -154,6 +200,10 @@ class ModelAdapter:
         changed = bool(self._weights_seen) and seen != self._weights_seen
         self._weights_seen = seen
         return changed
+
+    def belongings(self) -> Belongings:
+        """What the model is made of now."""
+        return Belongings.of(self.model)
 
     # ------------------------------------------------------------------------------------------ forward passes
 

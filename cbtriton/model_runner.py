@@ -1,12 +1,13 @@
-"""Runs plans on the device. Streams, events, the worker thread and (later) graphs live here and nowhere else."""
+"""Runs plans on the device. Events and the worker thread live here, graphs in `graphs`: nowhere else."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +16,7 @@ from cbtriton.attention import PagedAttention
 from cbtriton.compile import CompiledLayers, CompileMonitor
 from cbtriton.config import CompileSettings, EngineConfig
 from cbtriton.forward_context import ForwardContext
+from cbtriton.graphs import GraphKey, GraphStore, Outputs
 from cbtriton.kernel_set import KernelSet
 from cbtriton.kv_cache import KVCache
 from cbtriton.model_adapter import ModelAdapter
@@ -23,7 +25,7 @@ from cbtriton.plan import BatchPlan, BlockCopy, Path, SampledToken, StepResult
 from cbtriton.request_table import RequestTable
 from cbtriton.step_inputs import SampleFeatures, StepInputs, StepInputsWriter
 
-# What a graph of the whole step samples with: what a step asks for exactly would be a graph for every combination.
+# What a whole step that is compiled or captured samples with: exact features would be a graph for each combination.
 _GREEDY = SampleFeatures(all_greedy=True, use_top_k=False, use_top_p=False, use_min_p=False, use_min_length=True)
 _ANY = SampleFeatures(all_greedy=False, use_top_k=True, use_top_p=True, use_min_p=True, use_min_length=True)
 
@@ -88,6 +90,7 @@ class ModelRunner:
         table: The request table.
         config: The engine's configuration.
         layers: What is compiled where the region is `layer`.
+        graphs: Captures and replays steps.
 
     Attributes:
         monitor: What was compiled.
@@ -102,6 +105,7 @@ class ModelRunner:
         table: RequestTable,
         config: EngineConfig,
         layers: Sequence[nn.Module],
+        graphs: GraphStore,
     ) -> None:
         self._adapter = adapter
         self._attention = attention
@@ -115,6 +119,7 @@ class ModelRunner:
             "decode": config.decode_compile,
         }
         self._region = config.compile_region
+        self._graphs = graphs
         self._layers = CompiledLayers(layers if self._region == "layer" else (), self._settings)
         self._steps = {
             path: self._run if how is None or self._region == "layer" else torch.compile(self._run, **how.arguments())
@@ -130,6 +135,10 @@ class ModelRunner:
         """Whether any path is compiled."""
         return any(self._settings.values())
 
+    def is_path_compiled(self, path: Path) -> bool:
+        """Whether steps of this path are compiled."""
+        return self._settings[path] is not None
+
     def launch(self, plan: BatchPlan, bucket: Bucket) -> InFlightStep:
         """Enqueues a step: behind those in flight, on the device or on the worker thread that stands in for one."""
         if self._has_worker:
@@ -141,9 +150,11 @@ class ModelRunner:
         return InFlightStep(plan, launched)
 
     def warm_up(self, bucket: Bucket) -> None:
-        """Runs a step of padding at the sizes of `bucket`, so that everything it needs has been compiled."""
-        for features in (_GREEDY, _ANY) if self._region == "step" else (_GREEDY,):
-            self._launch(bucket, self._writer.padding(bucket, features))
+        """Runs a step of padding at the sizes of `bucket`, so that all it needs has been compiled and captured."""
+        for features in (_GREEDY, _ANY) if self._is_one_graph(bucket.path) else (_GREEDY,):
+            key, step = self._step(bucket, self._writer.padding(bucket, features))
+            with torch.no_grad(), self._compiled(bucket):
+                self._graphs.prepare(key, step)
 
     @torch.no_grad()
     def logits(self, plan: BatchPlan, bucket: Bucket, compiled: bool) -> Tensor:
@@ -158,7 +169,7 @@ class ModelRunner:
         with self._compiled(bucket) if compiled else nullcontext():
             return self._logits(inputs, bucket.path, bucket.num_tokens, bucket.max_kv)[: _num_samples(plan)]
 
-    def close(self) -> None:
+    def stop(self) -> None:
         """Waits for a step that is running, forgets those behind it, and gives the layers back as they were."""
         if self._worker is not None:
             self._worker.shutdown(cancel_futures=True)
@@ -173,29 +184,35 @@ class ModelRunner:
             self._copy_blocks(plan.block_copies)
         token_ids, logprobs, is_valid = self._launch(bucket, inputs)
         count = _num_samples(plan)
-        host = self._to_host(token_ids[:count]), self._to_host(logprobs[:count]), self._to_host(is_valid[:count])
+        host = [_to_host(column[:count]) for column in (token_ids, logprobs, is_valid)]
         ready = None
         if self._adapter.device.type == "cuda":
             ready = torch.cuda.Event()
             ready.record()
         return _Sampled(host[0], host[1] if self._return_logprobs else None, host[2], ready, prepare_time)
 
-    def _to_host(self, column: Tensor) -> Tensor:
-        return column if column.device.type == "cpu" else column.to("cpu", non_blocking=True)
-
     @torch.no_grad()
-    def _launch(self, bucket: Bucket, inputs: StepInputs) -> tuple[Tensor, Tensor, Tensor]:
-        if self._region == "step":
-            inputs = replace(inputs, features=_GREEDY if inputs.features.all_greedy else _ANY)
+    def _launch(self, bucket: Bucket, inputs: StepInputs) -> Outputs:
+        key, step = self._step(bucket, inputs)
         with self._compiled(bucket):
-            # Plain numbers, because a compiler takes those for variables, and fields of a record for constants.
-            return self._steps[bucket.path](inputs, bucket.path, bucket.num_tokens, bucket.max_kv)
+            return self._graphs.run(key, step)
+
+    def _step(self, bucket: Bucket, inputs: StepInputs) -> tuple[GraphKey, Callable[[], Outputs]]:
+        """The step, and what sets it apart from others that may be captured."""
+        if self._is_one_graph(bucket.path):
+            inputs = replace(inputs, features=_GREEDY if inputs.features.all_greedy else _ANY)
+        # Plain numbers, because a compiler takes those for variables, and fields of a record for constants.
+        step = partial(self._steps[bucket.path], inputs, bucket.path, bucket.num_tokens, bucket.max_kv)
+        return GraphKey(bucket, inputs.features), step
+
+    def _is_one_graph(self, path: Path) -> bool:
+        return self._region == "step" or self._graphs.takes(path)
 
     def _compiled(self, bucket: Bucket) -> AbstractContextManager[None]:
         self._layers.install(bucket.path)
         return nullcontext() if self._settings[bucket.path] is None else self.monitor.watch(bucket.name)
 
-    def _run(self, inputs: StepInputs, path: Path, num_tokens: int, max_kv: int) -> tuple[Tensor, Tensor, Tensor]:
+    def _run(self, inputs: StepInputs, path: Path, num_tokens: int, max_kv: int) -> Outputs:
         """The whole step. Nothing in here depends on anything but its arguments and what lives on the device."""
         logits = self._logits(inputs, path, num_tokens, max_kv)
         table, features = self._table, inputs.features
@@ -245,7 +262,7 @@ class ModelRunner:
                 max_kv=max_kv,
             )
         )
-        logits = self._adapter.forward(input_ids, positions, inputs.logit_indices)
+        logits = self._adapter.forward(input_ids, positions, inputs.logit_indices.long())
         self._attention.end()
         return logits
 
@@ -255,6 +272,11 @@ class ModelRunner:
         targets = torch.tensor([copy.target for copy in copies], device=device)
         for layer in self._cache.layers:
             self._kernels.block_copy(layer.key, layer.value, sources, targets)
+
+
+def _to_host(column: Tensor) -> Tensor:
+    # Always a copy: a graph's outputs are overwritten by the next replay.
+    return column.to("cpu", non_blocking=True, copy=True)
 
 
 def _num_samples(plan: BatchPlan) -> int:

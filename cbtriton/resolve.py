@@ -74,7 +74,7 @@ def resolve(
     """
     config = ContinuousBatchingConfig.from_any(config)
     log = _Log()
-    _forgo_graphs(config, facts, log)
+    captured_paths = _captured_paths(config, facts, log)
     _forgo_offload(config, log)
     default_margin = _scheduler_margin(config, scheduler_types)
 
@@ -84,7 +84,7 @@ def resolve(
     max_model_len = _max_model_len(config, facts, num_blocks, log)
     max_decode_blocks = _max_decode_blocks(config, hints, max_model_len, log)
     compiled: dict[_Path, CompileSettings | None] = {path: _compile_settings(config, path) for path in _PATHS}
-    padded_paths = _padded_paths(config, compiled, log)
+    padded_paths = _padded_paths(config, compiled, captured_paths, log)
     flexible_paths: tuple[_Path, ...] = tuple(path for path in _PATHS if compiled[path] and path not in padded_paths)
     return EngineConfig(
         page_size=config.page_size,
@@ -96,10 +96,11 @@ def resolve(
         max_model_len=max_model_len,
         use_decode_path=max_decode_blocks > 0,
         share_blocks=config.allow_block_sharing,
-        async_depth=_async_depth(config, log),
+        async_depth=_async_depth(config, captured_paths, log),
         varlen_compile=compiled["varlen"],
         decode_compile=compiled["decode"],
         compile_region=_compile_region(facts, compiled, log),
+        captured_paths=captured_paths,
         padded_paths=padded_paths,
         flexible_paths=flexible_paths,
         q_interval=_interval(config, "q_padding_interval_size", _Q_INTERVAL if padded_paths else 1, log),
@@ -135,16 +136,21 @@ def available_memory_bytes(root: Path = Path("/")) -> int:
     return max(0, min(available))
 
 
-def _forgo_graphs(config: ContinuousBatchingConfig, facts: ModelFacts, log: _Log) -> None:
+def _captured_paths(config: ContinuousBatchingConfig, facts: ModelFacts, log: _Log) -> tuple[_Path, ...]:
     asked = config.use_cuda_graph
-    log.decide("use_cuda_graph", asked, (False, False), "captured graphs are not available in this version")
+    if facts.has_graphs:
+        if asked is None:
+            log.decide("use_cuda_graph", None, (True, True), f"{facts.device_type} has graphs")
+            return _PATHS
+        return tuple(path for path, is_captured in zip(_PATHS, config.cuda_graph_booleans, strict=True) if is_captured)
     if any(config.cuda_graph_booleans):
         warnings.warn(
-            f"use_cuda_graph={asked!r} has no effect: graphs are not available on {facts.device_type!r} in "
-            "this version; set use_cuda_graph=None",
+            f"use_cuda_graph={asked!r} has no effect: {facts.device_type} has no graphs; set use_cuda_graph=None",
             UserWarning,
             stacklevel=3,
         )
+    log.decide("use_cuda_graph", asked, (False, False), f"{facts.device_type} has no graphs")
+    return ()
 
 
 def _forgo_offload(config: ContinuousBatchingConfig, log: _Log) -> None:
@@ -277,10 +283,12 @@ def _max_batch_tokens(
     return log.decide("max_batch_tokens", None, fitting, f"{room} bytes besides cache and logits")
 
 
-def _async_depth(config: ContinuousBatchingConfig, log: _Log) -> Literal[0, 1]:
-    if config.use_async_batching is None:
-        log.decide("use_async_batching", None, False, "it pays where steps are captured as graphs")
-    return 1 if config.use_async_batching else 0
+def _async_depth(config: ContinuousBatchingConfig, captured_paths: tuple[_Path, ...], log: _Log) -> Literal[0, 1]:
+    is_async = config.use_async_batching
+    if is_async is None:
+        why = "it pays where steps are captured as graphs"
+        is_async = log.decide("use_async_batching", None, bool(captured_paths), why)
+    return 1 if is_async else 0
 
 
 def _compile_settings(config: ContinuousBatchingConfig, path: _Path) -> CompileSettings | None:
@@ -301,16 +309,21 @@ def _compile_region(facts: ModelFacts, compiled: Mapping[_Path, CompileSettings 
 
 
 def _padded_paths(
-    config: ContinuousBatchingConfig, compiled: Mapping[_Path, CompileSettings | None], log: _Log
+    config: ContinuousBatchingConfig,
+    compiled: Mapping[_Path, CompileSettings | None],
+    captured_paths: tuple[_Path, ...],
+    log: _Log,
 ) -> tuple[_Path, ...]:
     """The paths whose steps are padded: all where an interval above 1 was asked for, else those with fixed sizes."""
     if max(config.q_padding_interval_size, config.kv_padding_interval_size) > 1:
         return _PATHS
     fixed: tuple[_Path, ...] = tuple(
-        path for path, settings in compiled.items() if settings is not None and not settings.dynamic
+        path
+        for path, settings in compiled.items()
+        if path in captured_paths or (settings is not None and not settings.dynamic)
     )
     if fixed:
-        return log.decide("padded_paths", None, fixed, "compiled for fixed sizes")
+        return log.decide("padded_paths", None, fixed, "compiled or captured for fixed sizes")
     why = "graphs for any size" if any(compiled.values()) else "nothing is compiled or captured"
     return log.decide("padded_paths", None, (), f"{why}, so steps run at their exact sizes")
 

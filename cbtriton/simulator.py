@@ -24,6 +24,9 @@ from cbtriton.scheduler import SCHEDULERS, Scheduler, SchedulerLimits
 from cbtriton.stats import waste
 from cbtriton.stopping import StopDecision
 
+_GRAPHS_PER_BUCKET = 2
+# The allocator of CUDA devices gives out multiples of this.
+_ALLOCATION_BYTES = 512
 _ENDS, _GOES_ON = StopDecision("length", 0), StopDecision(None, 0)
 
 
@@ -176,7 +179,10 @@ class Simulation:
         return max((step.blocks_in_use for step in self.steps), default=0)
 
     def num_variants(self, path: Path) -> int:
-        """Variants that a static compilation of the path makes, and graphs that capturing it makes."""
+        """Variants that compiling the path for fixed sizes makes, and graphs that capturing its greedy steps makes.
+
+        Steps with a row that is not greedy have a graph of their own in each bucket.
+        """
         return sum(bucket.path == path for bucket in self.buckets)
 
     def graph_bytes(self, facts: ModelFacts) -> int:
@@ -264,22 +270,27 @@ def simulate(config: EngineConfig, trace: Sequence[TraceRequest]) -> Simulation:
 
 
 def graph_bytes(buckets: Iterable[Bucket], facts: ModelFacts) -> int:
-    """Device memory, in bytes, that captured graphs of these buckets take.
+    """Device memory, in bytes, that captured graphs of these buckets take: two of each, one for greedy steps only.
 
-    Every graph keeps its own inputs and results: for each row 5 columns of 4 bytes, for each sampling row 16 bytes in
-    and 13 out, for each token 24 bytes of ids, positions and slots. Logits (of `facts.logits_dtype_bytes`) and
-    activations live in a pool that all graphs share, since one runs at a time: it is as large as the largest needs.
+    A graph keeps its results to itself: for each sampling row a token id, a log-probability and a flag, each column an
+    allocation of its own. Ids, positions and slots (24 bytes a token), logits (of `facts.logits_dtype_bytes`) and
+    activations live in memory that all graphs share, since one runs at a time: it is as large as the largest needs.
+    What the driver needs to launch a graph is not counted.
 
     Args:
         buckets: The buckets.
         facts: The model's sizes.
     """
-    columns, pool = 0, 0
+    results, shared = 0, 0
     for bucket in buckets:
-        columns += 4 * (5 * bucket.num_requests + 1) + 29 * bucket.num_samples + 24 * bucket.num_tokens
+        results += _GRAPHS_PER_BUCKET * sum(_allocated(size * bucket.num_samples) for size in (8, 4, 1))
         logits = bucket.num_samples * facts.vocab_size * facts.logits_dtype_bytes
-        pool = max(pool, logits + bucket.num_tokens * facts.activation_bytes_per_token)
-    return columns + pool
+        shared = max(shared, logits + bucket.num_tokens * (24 + facts.activation_bytes_per_token))
+    return results + shared
+
+
+def _allocated(num_bytes: int) -> int:
+    return -(-num_bytes // _ALLOCATION_BYTES) * _ALLOCATION_BYTES
 
 
 @dataclass(frozen=True, slots=True)

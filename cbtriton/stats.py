@@ -59,8 +59,10 @@ class EngineStats:
     """Totals since the engine was made. `prompt_tokens` counts admitted prompts once, even after a preemption.
 
     `buckets` counts the padded steps by the name of their bucket; `kv_tokens` adds up the longest context of each step.
-    `compilations` counts graphs, `late_compilations` those that a step waited for after a warm-up; `compile_time` is
-    the seconds of both.
+    `compilations` counts graphs of the compiler, `late_compilations` those that a step waited for after a warm-up;
+    `compile_time` is the seconds of both. `captures` counts graphs of the device, `capture_failures` those that could
+    not be captured, `capture_time` the seconds of both, `replays` the steps that ran from a graph; `graph_bytes` is the
+    memory that graphs hold now, beside their nodes.
     """
 
     steps: int = 0
@@ -98,6 +100,11 @@ class EngineStats:
     compilations: int = 0
     late_compilations: int = 0
     compile_time: float = 0.0
+    captures: int = 0
+    capture_failures: int = 0
+    capture_time: float = 0.0
+    replays: int = 0
+    graph_bytes: int = 0
 
     @property
     def prefix_hit_rate(self) -> float:

@@ -28,7 +28,7 @@ class SampleFeatures:
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """The step's columns on the device, padded to its bucket.
+    """The step's columns on the device, padded to its bucket; the next step's overwrite them.
 
     Attributes:
         rows: `[num_requests]` int32; the table's padding row for padding.
@@ -36,7 +36,7 @@ class StepInputs:
         counts: `[num_requests]` int32, tokens per row; 0 for padding rows.
         sample_rows: `[num_samples]` int32, table rows that get a new token; the table's padding row for padding.
         sample_positions: `[num_samples]` int32, the positions that those tokens take.
-        logit_indices: `[num_samples]` int64, the query tokens whose logits they are drawn from.
+        logit_indices: `[num_samples]` int32, the query tokens whose logits they are drawn from.
         features: What the sampling rows ask for.
     """
 
@@ -52,6 +52,9 @@ class StepInputs:
 class StepInputsWriter:
     """Fills `StepInputs` and the request table from plans.
 
+    All steps have their columns in one buffer, where captured steps look for them: those of a bucket always lie at the
+    same place. What runs on the device runs in order, so a step's are written after the step before has read its own.
+
     Args:
         table: The request table; this writer and the `sample` kernel are the only ones that change it.
         vocab_size: Parameters that filter nothing for this vocabulary are treated as off.
@@ -62,6 +65,8 @@ class StepInputsWriter:
         self._table = table
         self._vocab_size = vocab_size
         self._device = device
+        # No bucket has more rows than the table, its padding row included.
+        self._columns = torch.empty(6 * (table.padding_row + 1), dtype=torch.int32, device=device)
         # What the rows that are not greedy ask for, kept on the host so that no step has to read it back.
         self._drawing: dict[int, SamplingParams] = {}
         self._row_min_position: dict[int, int] = {}
@@ -86,13 +91,13 @@ class StepInputsWriter:
                 sample_positions.append(row.start + row.count)
                 logit_indices.append(end - 1)
         features = self._features(sample_rows, sample_positions)
-        return self._columns(bucket, (rows, starts, counts), (sample_rows, sample_positions, logit_indices), features)
+        return self._write(bucket, (rows, starts, counts), (sample_rows, sample_positions, logit_indices), features)
 
     def padding(self, bucket: Bucket, features: SampleFeatures) -> StepInputs:
         """A step of padding rows only: it has the sizes of `bucket`, and changes nothing that anybody reads."""
-        return self._columns(bucket, ([], [], []), ([], [], []), features)
+        return self._write(bucket, ([], [], []), ([], [], []), features)
 
-    def _columns(
+    def _write(
         self,
         bucket: Bucket,
         requests: tuple[list[int], list[int], list[int]],
@@ -103,7 +108,7 @@ class StepInputsWriter:
         more_requests = bucket.num_requests - len(requests[0])
         more_samples = bucket.num_samples - len(samples[0])
         # One tensor, one copy.
-        packed = self._to_device(
+        packed = self._on_host(
             [
                 *chain(requests[0], scrap * more_requests),
                 *chain(requests[1], zeros * more_requests),
@@ -113,14 +118,15 @@ class StepInputsWriter:
                 *chain(samples[2], zeros * more_samples),
             ]
         )
-        columns = packed.split([bucket.num_requests] * 3 + [bucket.num_samples] * 3)
+        buffer = self._columns[: len(packed)].copy_(packed, non_blocking=True)
+        columns = buffer.split([bucket.num_requests] * 3 + [bucket.num_samples] * 3)
         return StepInputs(
             rows=columns[0],
             starts=columns[1],
             counts=columns[2],
             sample_rows=columns[3],
             sample_positions=columns[4],
-            logit_indices=columns[5].long(),
+            logit_indices=columns[5],
             features=features,
         )
 
@@ -167,7 +173,9 @@ class StepInputsWriter:
         self._table.block_tables[index[0].long(), index[1].long()] = index[2]
 
     def _to_device(self, values: object, dtype: torch.dtype = torch.int32) -> Tensor:
+        return self._on_host(values, dtype).to(self._device, non_blocking=True)
+
+    def _on_host(self, values: object, dtype: torch.dtype = torch.int32) -> Tensor:
+        """A tensor that a copy to the device may go on reading after it has been given up."""
         host = torch.tensor(values, dtype=dtype)
-        if self._device.type == "cpu":
-            return host
-        return host.pin_memory().to(self._device, non_blocking=True)
+        return host if self._device.type == "cpu" else host.pin_memory()

@@ -16,7 +16,7 @@ from cbtriton.workloads import Lengths, Synthetic, Workload
 ENGINES: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("cbtriton", "cbtriton", {}),
     ("transformers", "transformers", {}),
-    ("cbtriton, async", "cbtriton", {"use_async_batching": True}),
+    ("cbtriton, no graphs", "cbtriton", {"use_cuda_graph": False}),
 )
 WORKLOADS = {
     "mixed": Synthetic("mixed", 128, Lengths(16, 1024, "loguniform"), Lengths(16, 256, "loguniform")),

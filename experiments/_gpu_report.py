@@ -17,7 +17,7 @@ class Row:
     """One line of the table.
 
     Attributes:
-        part: `tests`, `kernels` or `engines`.
+        part: `tests`, `kernels`, `graphs` or `engines`.
         case: What was run, with its sizes.
         who: Which implementation, peer or engine ran it.
         status: `failed` counts against this project; `unavailable` is a peer that could not run.

@@ -1,4 +1,4 @@
-"""Everything that only a GPU can tell, in one run of less than six minutes: tests, kernels' speed, whole engines.
+"""Everything that only a GPU can tell, in one run of less than six minutes: tests, kernels, captured steps, engines.
 
     python experiments/gpu_check.py
     python experiments/gpu_check.py --parts kernels --minutes 3
@@ -6,7 +6,7 @@
 
 The package must be installed; `pip install --no-deps --no-build-isolation --editable .` does so without a network, and
 nothing here needs one. Parts run one after the other, each within its share of the time; what does not fit is listed as
-skipped. Kernels and engines run in processes of their own: one that crashes or hangs costs its own row. Prints a table
+skipped. All but the tests run in processes of their own: one that crashes or hangs costs its own row. Prints a table
 and writes it as `gpu_check.json` with versions, device and ceilings, as `gpu_check.png`, and the tests' output as
 `gpu_check_tests.txt`. Exits with 1 if anything of this project failed.
 
@@ -42,12 +42,13 @@ from cbtriton.report import environment
 
 sys.path.append(str(Path(__file__).parent))  # PYTHONSAFEPATH leaves it out.
 from _gpu_engines import ENGINES, measure_engines
+from _gpu_graphs import CHECKS, DRY_CHECKS, check_graphs
 from _gpu_kernels import measure_kernels
 from _gpu_report import Report, Row, Status, last_words
 
 ROOT = Path(__file__).resolve().parents[1]
-# Shares of the time: tests, kernels, engines.
-PARTS = {"tests": 0.37, "kernels": 0.33, "engines": 0.30}
+# Shares of the time.
+PARTS = {"tests": 0.30, "kernels": 0.27, "graphs": 0.21, "engines": 0.22}
 # A worker that reports nothing for so long hangs; compiling one kernel takes a few seconds.
 STALL_SECONDS = 60.0
 OUT_OF_TIME = "out of time"
@@ -146,7 +147,7 @@ def run_part(part: str, run: Run, limit: float) -> list[Row]:
     """Rows of one part; an exception becomes one, and ends nothing else."""
     if limit < 10:
         return [Row(part, "all", "", "skipped", note="no time left")]
-    runners = {"tests": run_tests, "kernels": run_kernels, "engines": run_engines}
+    runners = {"tests": run_tests, "kernels": run_kernels, "graphs": run_graphs, "engines": run_engines}
     try:
         return runners[part](run, limit)
     except Exception as error:
@@ -234,7 +235,7 @@ def test_rows(text: str) -> list[Row]:
     ]
 
 
-# --------------------------------------------------------------------------------------------- kernels and engines
+# ------------------------------------------------------------------------------------- kernels, graphs and engines
 
 
 def run_kernels(run: Run, limit: float) -> list[Row]:
@@ -260,6 +261,25 @@ def run_kernels(run: Run, limit: float) -> list[Row]:
             case, who = outcome.doing
             rows.append(Row("kernels", case, who, status, note=outcome.ending))
     return [*rows, Row("kernels", "the rest", "", "skipped", note="no time left after a worker had died")]
+
+
+def run_graphs(run: Run, limit: float) -> list[Row]:
+    """Rows of captured and compiled steps, each check in a process of its own. Compilers may take too long."""
+    deadline = time.monotonic() + limit
+    rows: list[Row] = []
+    # A dry run measures nothing, so its checks may share a process.
+    for group in [list(DRY_CHECKS)] if run.is_dry else [[check] for check in CHECKS]:
+        left = deadline - time.monotonic()
+        if left < 10:
+            rows += [Row("graphs", check, "cbtriton", "skipped", note="no time left") for check in group]
+            continue
+        outcome = in_own_process({"kind": "graphs", "checks": group, "is_dry": run.is_dry}, left, stall=left)
+        rows += outcome.rows
+        if outcome.ending != "done":
+            case, who = outcome.doing or (group[0], "cbtriton")
+            status: Status = "skipped" if outcome.ending.startswith(OUT_OF_TIME) else "failed"
+            rows.append(Row("graphs", case, who, status, note=outcome.ending))
+    return rows
 
 
 def run_engines(run: Run, limit: float) -> list[Row]:
@@ -382,10 +402,7 @@ def end(process: subprocess.Popen[bytes]) -> None:
 def work(task: dict[str, Any], path: Path) -> None:
     """What a worker process does."""
     report = Report(path)
-    if task["kind"] == "kernels":
-        measure_kernels(task, report)
-    else:
-        measure_engines(task, report)
+    {"kernels": measure_kernels, "graphs": check_graphs, "engines": measure_engines}[task["kind"]](task, report)
 
 
 # --------------------------------------------------------------------------------------------------------- results

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
 import os
@@ -16,8 +17,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig
 
 import cbtriton
-from cbtriton import KernelConfig
+from cbtriton import KernelConfig, WorkloadHints
 from cbtriton.kernel_set import REFERENCE, choose_kernels, implementations
+from cbtriton.manager import ContinuousBatchingManager
+from cbtriton.stats import EngineStats
 
 ROOT = Path(__file__).resolve().parents[2]
 SLOTS = ("prepare_inputs", "kv_write", "varlen_attention", "decode_attention", "sample", "block_copy")
@@ -287,10 +290,11 @@ def is_near_tie(model: Any, prompt: list[int], answer: list[int], expected: list
     ("kernels", "config"),
     [
         ("triton", {"page_size": 16, "num_blocks": 256, "max_batch_tokens": 256}),
-        ("triton", {"page_size": 256, "num_blocks": 32, "use_async_batching": True}),
-        ("reference", {"page_size": 16, "num_blocks": 256, "max_batch_tokens": 256}),
+        ("triton", {"page_size": 16, "num_blocks": 256, "max_batch_tokens": 256, "use_cuda_graph": False}),
+        ("triton", {"page_size": 256, "num_blocks": 32, "use_cuda_graph": False, "use_async_batching": True}),
+        ("reference", {"page_size": 16, "num_blocks": 256, "max_batch_tokens": 256, "use_cuda_graph": False}),
     ],
-    ids=["triton page 16", "triton page 256 async", "reference"],
+    ids=["captured", "triton page 16", "triton page 256 async", "reference"],
 )
 def test_a_billion_weights_answer_like_generate(
     large_model, large_prompts, large_answers, tools, kernels, config
@@ -310,6 +314,99 @@ def test_a_billion_weights_answer_like_generate(
     assert len(differing) <= 1
 
 
+# --------------------------------------------------------------------------------------------------- captured steps
+
+SIZES = {"max_batch_tokens": 64, "q_padding_interval_size": 32, "max_requests_per_batch": 8}
+HINTS = WorkloadHints(max_prompt_length=80, max_generated_length=NUM_NEW, num_requests=8)
+SAMPLED = {"do_sample": True, "temperature": 1.2, "top_k": 20, "top_p": 0.9}
+
+
+@pytest.fixture
+def small_model(device, tools) -> Any:
+    return cbtriton.enable(tools.build(tools.llama_config()).to(device))
+
+
+@pytest.fixture
+def answers(small_model, tools):
+    """What a manager of the small model answers, and its last counters."""
+
+    def run(sampling: dict[str, Any], hints: WorkloadHints | None = None, **config: Any) -> tuple[list, EngineStats]:
+        options = tools.options(**sampling)
+        manager = ContinuousBatchingManager(small_model, options, tools.small(**SIZES, **config), hints)
+        try:
+            if hints is not None:
+                manager.warmup()
+            manager.start()
+            ids = manager.add_requests([tools.prompt(1 + 7 * i) for i in range(11)], max_new_tokens=NUM_NEW)
+            outputs = [manager.get_result(request_id, timeout=tools.patience) for request_id in ids]
+            return [output.generated_tokens for output in outputs], manager.stats()
+        finally:
+            manager.destroy()
+
+    return run
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("sampling", [{}, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("use_async_batching", [False, True])
+@pytest.mark.parametrize("hints", [HINTS, None], ids=["prepared", "when it comes"])
+def test_captured_steps_give_the_tokens_of_steps_that_are_not(answers, sampling, use_async_batching, hints) -> None:
+    expected, eager = answers(sampling, use_cuda_graph=False)
+    found, stats = answers(sampling, hints, use_async_batching=use_async_batching)
+    assert found == expected
+    assert eager.captures == eager.replays == stats.capture_failures == 0
+    assert stats.replays == stats.steps
+    assert stats.graph_bytes > 0
+
+
+@pytest.mark.gpu
+def test_steps_that_cannot_be_captured_run_as_they_are_and_leave_nothing_broken(answers, small_model, caplog) -> None:
+    expected, _ = answers({}, use_cuda_graph=False)
+
+    def wait_for_the_device_in_some_steps(module: Any, args: tuple[Tensor, ...]) -> None:
+        if args[0].shape[1] == 4:
+            args[0].sum().item()
+
+    hook = small_model.model.layers[1].mlp.register_forward_pre_hook(wait_for_the_device_in_some_steps)
+    found, stats = answers({}, HINTS)
+    hook.remove()
+    assert found == expected
+    # Larger steps are captured before, smaller ones after these, greedy and not.
+    assert stats.capture_failures == 2 < stats.captures
+    assert 0 < stats.replays < stats.steps
+    assert sum("cannot be captured" in record.message for record in caplog.records) == 1
+    again, stats = answers({}, HINTS)
+    assert again == expected
+    assert (stats.capture_failures, stats.replays) == (0, stats.steps)
+
+
+@pytest.mark.gpu
+def test_graphs_give_their_memory_back(answers) -> None:
+    answers({}, HINTS)
+    gc.collect()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved()
+    for _ in range(3):
+        answers({}, HINTS)
+    gc.collect()
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_reserved() <= before
+
+
+@pytest.mark.gpu
+def test_weights_that_were_replaced_in_a_pause_are_captured_anew(small_model, tools) -> None:
+    other, prompt = tools.build(tools.llama_config(), seed=1), tools.prompt(20)
+    with tools.running(small_model, **SIZES) as manager:
+        first = manager.get_result(manager.add_request(prompt, max_new_tokens=NUM_NEW), timeout=tools.patience)
+        captures = manager.stats().captures
+        with manager.pause(reset_prefix_cache=True):
+            for parameter, wanted in zip(small_model.parameters(), other.parameters(), strict=True):
+                parameter.data = wanted.detach().to(parameter.device)
+        second = manager.get_result(manager.add_request(prompt, max_new_tokens=NUM_NEW), timeout=tools.patience)
+        assert manager.stats().captures == 2 * captures > 0
+    assert first.generated_tokens != second.generated_tokens == tools.plain_greedy(other, prompt, NUM_NEW)
+
+
 # ------------------------------------------------------------------------------------------------------- the script
 
 
@@ -327,8 +424,14 @@ def test_the_script_for_a_gpu_passes_its_dry_run(tmp_path) -> None:
     assert result["num_failed"] == 0
     assert result["environment"]["versions"]["torch"] == torch.__version__
     rows = result["rows"]
-    assert {row["part"] for row in rows} == {"tests", "kernels", "engines"}
+    assert {row["part"] for row in rows} == {"tests", "kernels", "graphs", "engines"}
     assert {row["status"] for row in rows} <= {"ok", "unavailable"}
+    assert {row["case"].split(",")[0] for row in rows if row["part"] == "graphs"} == {
+        "captured tokens",
+        "decode steps",
+        "memory",
+        "level 1",
+    }
     assert {row["who"] for row in rows if row["part"] == "engines"} >= {"cbtriton", "transformers"}
     kernels = [row for row in rows if row["part"] == "kernels" and row["who"] == "reference"]
     assert {row["case"].split()[0] for row in kernels} == {

@@ -45,7 +45,7 @@ PLACES = {
     "simulator": Place("host", 5),
     **dict.fromkeys(("kernel_set", "forward_context", "kv_cache", "request_table"), Place("device", 3)),
     **dict.fromkeys(("attention", "step_inputs", "compile", "packed_linear"), Place("device", 4)),
-    "model_adapter": Place("device", 5),
+    **dict.fromkeys(("graphs", "model_adapter"), Place("device", 5)),
     "model_runner": Place("device", 6),
     **dict.fromkeys(("engine", "distributed", "router"), Place("top", 7)),
     "manager": Place("top", 8),

@@ -317,6 +317,7 @@ def test_engine_config_describes_its_decisions_in_aligned_columns_and_as_json():
         varlen_compile=CompileSettings("inductor", None, True, True, {"a": print}),
         decode_compile=None,
         compile_region="layer",
+        captured_paths=(),
         padded_paths=(),
         flexible_paths=("varlen",),
         q_interval=1,

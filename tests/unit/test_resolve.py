@@ -211,6 +211,35 @@ def test_async_batching_is_a_depth(asked, depth):
     assert run(use_async_batching=asked).async_depth == depth
 
 
+@pytest.mark.parametrize(
+    ("asked", "captured", "depth"),
+    [
+        (None, ("varlen", "decode"), 1),
+        (True, ("varlen", "decode"), 1),
+        ((False, True), ("decode",), 1),
+        ((True, False), ("varlen",), 1),
+        (False, (), 0),
+    ],
+)
+@pytest.mark.parametrize("level", [0, 1, 3])
+def test_where_there_are_graphs_captured_paths_are_padded_and_steps_asynchronous(asked, captured, depth, level):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        config = run(facts=facts(has_graphs=True), use_cuda_graph=asked, default_compile_level=level)
+    assert (config.captured_paths, config.async_depth) == (captured, depth)
+    assert config.padded_paths == (("varlen", "decode") if level == 3 else captured)
+    others = [path for path in ("varlen", "decode") if path not in captured]
+    assert config.flexible_paths == (tuple(others) if level == 1 else ())
+    assert config.q_interval == (64 if captured or level == 3 else 1)
+    assert ("use_cuda_graph" in {d.field for d in config.decisions}) == (asked is None)
+
+
+def test_asynchronous_steps_can_be_had_without_graphs_and_graphs_without_them():
+    with_graphs = facts(has_graphs=True)
+    assert run(facts=with_graphs, use_async_batching=False).async_depth == 0
+    assert run(facts=with_graphs, use_cuda_graph=False, use_async_batching=True).async_depth == 1
+
+
 LEVELS = {
     0: None,
     1: CompileSettings("inductor", "default", dynamic=True, fullgraph=True),
@@ -271,19 +300,21 @@ def test_layers_are_compiled_one_by_one_where_the_model_has_them():
 
 
 @pytest.mark.parametrize(
-    ("settings", "field"),
+    ("settings", "message"),
     [
-        ({"use_cuda_graph": True}, "use_cuda_graph"),
+        ({"use_cuda_graph": True}, "use_cuda_graph=True has no effect: cuda has no graphs"),
         ({"use_cuda_graph": (False, True)}, "use_cuda_graph"),
         ({"cpu_offload_space": 1.0}, "cpu_offload_space"),
         ({"cpu_offload_space": None}, "cpu_offload_space"),
     ],
 )
-def test_what_is_not_there_yet_warns_once_and_is_recorded(settings, field):
-    with pytest.warns(UserWarning, match=field) as caught:
+def test_what_is_not_there_warns_once_and_is_recorded(settings, message):
+    with pytest.warns(UserWarning, match=message) as caught:
         config = run(**settings)
     assert len(caught) == 1
-    assert decision(config, field).asked == settings[field]
+    (field, asked), *_ = settings.items()
+    assert decision(config, field).asked == asked
+    assert config.captured_paths == ()
 
 
 def test_the_defaults_do_not_warn():

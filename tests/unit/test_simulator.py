@@ -163,15 +163,16 @@ def test_the_table_has_a_line_for_each_bucket_and_the_dictionary_is_json():
     assert loaded["padding_waste"] == pytest.approx(6 / 33)
 
 
-def test_graphs_keep_their_columns_and_share_the_memory_of_logits_and_activations():
-    small, large = Bucket("decode", 2, 2, 2, 16), Bucket("varlen", 8, 4, 4, 16)
-    columns = {
-        bucket: graph_bytes([bucket], replace(FACTS, vocab_size=0, hidden_size=0, intermediate_size=0))
-        for bucket in (small, large)
+def test_graphs_keep_their_results_and_share_the_memory_of_logits_and_activations():
+    small, large = Bucket("decode", 2, 2, 2, 16), Bucket("varlen", 300, 100, 100, 16)
+    # Ids, log-probabilities and flags, of a greedy graph and of the other one.
+    results = {small: 2 * (512 + 512 + 512), large: 2 * (1024 + 512 + 512)}
+    only_results = replace(FACTS, vocab_size=0, hidden_size=0, intermediate_size=0)
+    assert {bucket: graph_bytes([bucket], only_results) for bucket in results} == {
+        bucket: size + 24 * bucket.num_tokens for bucket, size in results.items()
     }
-    assert columns == {small: 44 + 58 + 48, large: 84 + 116 + 192}
-    pool = 4 * 1000 * 4 + 8 * 4 * (8 * 16 + 4 * 32)
-    assert graph_bytes([small, large], FACTS) == sum(columns.values()) + pool
+    shared = 100 * 1000 * 4 + 300 * (24 + 4 * (8 * 16 + 4 * 32))
+    assert graph_bytes([small, large], FACTS) == sum(results.values()) + shared
     assert graph_bytes([], FACTS) == 0
 
 

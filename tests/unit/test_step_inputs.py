@@ -28,7 +28,17 @@ def test_what_a_bucket_has_beyond_the_plan_is_padding() -> None:
     plan = BatchPlan("varlen", rows, starts, (), (), num_tokens=4, max_seq_len=7)
     inputs = writer().fill(plan, Bucket("varlen", 8, 4, 3, 16))
     assert columns(inputs) == [[2, 0, 3, 3], [4, 6, 0, 0], [3, 1, 0, 0], [0, 3, 3], [7, 0, 0], [3, 0, 0]]
-    assert inputs.logit_indices.dtype is torch.int64
+
+
+def test_steps_of_a_bucket_have_their_columns_at_the_same_place_and_overwrite_those_of_the_step_before() -> None:
+    writing, bucket = writer(num_rows=5), Bucket("decode", 2, 2, 2, 16)
+    first = writing.padding(bucket, GREEDY)
+    writing.padding(Bucket("varlen", 9, 5, 5, 32), GREEDY)
+    rows = (ScheduledRow("a", 1, 2, 4, 1, samples=True),)
+    starts = (RowStart(2, [1, 2, 3, 4, 5], 5, SamplingParams(), frozenset()),)
+    plan = BatchPlan("decode", rows, starts, (), (), num_tokens=1, max_seq_len=5)
+    second = writing.fill(plan, bucket)
+    assert columns(first) == columns(second) == [[2, 5], [4, 0], [1, 0], [2, 5], [5, 0], [0, 0]]
 
 
 def test_a_step_of_padding_only_touches_the_row_of_no_request() -> None:
