@@ -104,9 +104,10 @@ class ContinuousBatchingConfig:
         return_logprobs: Whether outputs hold each token's log-probability under the processed distribution.
         seed: Source of all random streams, 0 to 2**63 - 1; None: a random one.
         auto_switch_to_flash: Whether the fastest attention that can run here is picked.
-        cpu_offload_space: GiB of pinned host memory for the cache of preempted requests; None: as the
-            threshold allows.
-        cpu_offload_space_safety_threshold: Largest share of the available host memory for that, 0 to 1.
+        cpu_offload_space: GiB of host memory for the cache of preempted requests, pinned where there is a GPU;
+            None: as the threshold allows; 0: their cache is computed again.
+        cpu_offload_space_safety_threshold: Largest share of the available host memory for that, 0 to 1; 1: no
+            limit, and with None all of it.
         max_queue_size: Requests that may wait to be taken in by the engine; 0: unlimited.
         per_request_processors: Whether requests may bring their own sampling arguments.
         drop_unsupported_processors: Whether unsupported logits processors are dropped with a warning; False:
@@ -332,6 +333,7 @@ class ModelFacts:
         intermediate_size: Width of the feed-forward layer.
         device_type: Such as "cpu" or "cuda".
         available_memory_bytes: Memory that this process may still take on the device.
+        available_host_memory_bytes: Memory that it may still take on the host; on a CPU, the same memory.
         logits_dtype_bytes: Bytes of one logit.
         has_repeated_layers: Whether the model is a list of layers that can be compiled one by one.
         has_graphs: Whether steps can be captured on the device.
@@ -346,6 +348,7 @@ class ModelFacts:
     intermediate_size: int
     device_type: str
     available_memory_bytes: int
+    available_host_memory_bytes: int = 0
     logits_dtype_bytes: int = 4
     has_repeated_layers: bool = False
     has_graphs: bool = False
@@ -415,6 +418,7 @@ class EngineConfig:
     Attributes:
         page_size: Tokens per page.
         num_blocks: Blocks in the KV cache.
+        num_host_blocks: Blocks of host memory for the cache of preempted requests; 0: it is computed again.
         max_batch_tokens: Query tokens per step.
         max_requests: Requests that run at a time: rows of the request table.
         max_blocks_per_request: Width of a block table in blocks, enough for `max_model_len`.
@@ -444,6 +448,7 @@ class EngineConfig:
 
     page_size: int
     num_blocks: int
+    num_host_blocks: int
     max_batch_tokens: int
     max_requests: int
     max_blocks_per_request: int

@@ -20,7 +20,7 @@ from cbtriton.block_manager import BlockManager
 from cbtriton.config import EngineConfig, WorkloadHints
 from cbtriton.graphs import Capturer, GraphStore
 from cbtriton.kernel_set import KernelSet
-from cbtriton.kv_cache import KVCache
+from cbtriton.kv_cache import HostCache, KVCache
 from cbtriton.model_adapter import Belongings, ModelAdapter, ModelLayout, UnsupportedModelError
 from cbtriton.model_runner import InFlightStep, ModelRunner
 from cbtriton.padding import Bucket, PaddingPolicy
@@ -30,6 +30,7 @@ from cbtriton.request_table import RequestTable
 from cbtriton.scheduler import SCHEDULERS, Scheduler, SchedulerLimits
 from cbtriton.stats import EngineStats, StepRecord
 from cbtriton.stopping import StopDecision
+from cbtriton.swap import HostBlocks
 
 _logger = logging.getLogger(__name__)
 
@@ -79,25 +80,35 @@ class Engine:
         self.config = config
         self._adapter = adapter
         self._blocks = BlockManager(config.num_blocks, config.page_size, config.share_blocks)
+        self._host_blocks = HostBlocks(config.num_host_blocks)
         self._scheduler = Scheduler(
             SCHEDULERS.get(config.scheduler_type),
             self._blocks,
+            self._host_blocks,
             SchedulerLimits.of(config),
             stop_check,
         )
         self._padding = PaddingPolicy.of(config)
         self._cache = KVCache(layout.geometries, config.num_blocks, config.page_size, adapter.device)
+        host_cache = HostCache(layout.geometries, config.num_host_blocks, config.page_size, adapter.device)
         table = RequestTable(
             config.max_requests, config.max_model_len + 1, config.max_blocks_per_request, adapter.device
         )
         self._attention = PagedAttention(kernels, self._cache.layers, layout.calls, layout.modules)
         layers = adapter.repeated_layers(layout)
         self._graphs = GraphStore(capturer, config.captured_paths)
-        self._runner = ModelRunner(adapter, self._attention, kernels, self._cache, table, config, layers, self._graphs)
+        self._runner = ModelRunner(
+            adapter, self._attention, kernels, self._cache, host_cache, table, config, layers, self._graphs
+        )
         self._is_warm = False
         self._left_behind: Belongings | None = None
         self._in_flight: deque[_Launched] = deque()
-        self._stats = EngineStats(blocks_total=config.num_blocks, cache_bytes=self._cache.num_bytes)
+        self._stats = EngineStats(
+            blocks_total=config.num_blocks,
+            cache_bytes=self._cache.num_bytes,
+            host_blocks_total=config.num_host_blocks,
+            host_cache_bytes=host_cache.num_bytes,
+        )
         self._records: deque[StepRecord] = deque(maxlen=MAX_STEP_RECORDS)
         self._probes = self._plain_probes()
         self.attach()
@@ -110,7 +121,7 @@ class Engine:
     def attach(self) -> None:
         """Puts the model on this engine's attention.
 
-        Weights that changed meanwhile invalidate cached prefixes. Anything that was replaced, weights or modules,
+        Weights that changed meanwhile invalidate cached prefixes and what is in host memory. Anything that was replaced, weights or modules,
         invalidates captured steps: they would go on using what was there before.
         """
         self._adapter.attach(self._attention.forward)
@@ -203,7 +214,7 @@ class Engine:
         return self._scheduler.fail_all(error)
 
     def reset_prefix_cache(self) -> None:
-        """Forgets cached prefixes, for example because they were computed with other weights."""
+        """Forgets cached prefixes and what is in host memory, for example since other weights computed them."""
         self._scheduler.reset_prefix_cache()
 
     # ------------------------------------------------------------------------------------------------ steps
@@ -314,6 +325,11 @@ class Engine:
             generated_tokens=counters.generated_tokens,
             dropped_tokens=counters.dropped_tokens,
             preemptions=counters.preemptions,
+            offloads=counters.offloads,
+            restores=counters.restores,
+            restored_tokens=counters.restored_tokens,
+            failed_swaps=counters.failed_swaps,
+            host_blocks_in_use=self._host_blocks.num_in_use,
             forks=counters.forks,
             prefix_cached_tokens=counters.prefix_cached_tokens,
             prefix_queried_tokens=counters.prefix_queried_tokens,

@@ -165,6 +165,7 @@ class ContinuousBatchingManager:
             intermediate_size=int(getattr(text_config, "intermediate_size", None) or 4 * hidden_size),
             device_type=self._adapter.device.type,
             available_memory_bytes=memory,
+            available_host_memory_bytes=available_memory_bytes(),
             has_repeated_layers=bool(self._adapter.repeated_layers(self._layout)),
             has_graphs=self._capturer is not None,
         )

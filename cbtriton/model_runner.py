@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -18,12 +19,14 @@ from cbtriton.config import CompileSettings, EngineConfig
 from cbtriton.forward_context import ForwardContext
 from cbtriton.graphs import GraphKey, GraphStore, Outputs
 from cbtriton.kernel_set import KernelSet
-from cbtriton.kv_cache import KVCache
+from cbtriton.kv_cache import HostCache, KVCache
 from cbtriton.model_adapter import ModelAdapter
 from cbtriton.padding import Bucket
-from cbtriton.plan import BatchPlan, BlockCopy, Path, SampledToken, StepResult
+from cbtriton.plan import BatchPlan, BlockCopy, BlockSwap, Path, SampledToken, StepResult
 from cbtriton.request_table import RequestTable
 from cbtriton.step_inputs import SampleFeatures, StepInputs, StepInputsWriter
+
+_logger = logging.getLogger(__name__)
 
 # What a whole step that is compiled or captured samples with: exact features would be a graph for each combination.
 _GREEDY = SampleFeatures(all_greedy=True, use_top_k=False, use_top_p=False, use_min_p=False, use_min_length=True)
@@ -40,6 +43,7 @@ class _Sampled:
         is_valid: `[num_samples]` bool on the host.
         ready: Event after which the three can be read; None where work is done when it returns.
         prepare_time: Seconds to fill the step's inputs.
+        failed_swaps: Requests with a copy from or to host memory that failed.
     """
 
     token_ids: Tensor
@@ -47,6 +51,7 @@ class _Sampled:
     is_valid: Tensor
     ready: torch.cuda.Event | None
     prepare_time: float
+    failed_swaps: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +76,8 @@ class InFlightStep:
             sampled.ready.synchronize()
         token_ids = sampled.token_ids.tolist()
         logprobs = [None] * len(token_ids) if sampled.logprobs is None else sampled.logprobs.tolist()
-        return StepResult(tuple(map(SampledToken, token_ids, logprobs, sampled.is_valid.tolist())))
+        tokens = map(SampledToken, token_ids, logprobs, sampled.is_valid.tolist())
+        return StepResult(tuple(tokens), sampled.failed_swaps)
 
     @property
     def prepare_time(self) -> float:
@@ -87,6 +93,7 @@ class ModelRunner:
         attention: The engine's attention function.
         kernels: The chosen kernels.
         cache: The KV cache.
+        host_cache: Where blocks of preempted requests go.
         table: The request table.
         config: The engine's configuration.
         layers: What is compiled where the region is `layer`.
@@ -102,6 +109,7 @@ class ModelRunner:
         attention: PagedAttention,
         kernels: KernelSet,
         cache: KVCache,
+        host_cache: HostCache,
         table: RequestTable,
         config: EngineConfig,
         layers: Sequence[nn.Module],
@@ -111,6 +119,7 @@ class ModelRunner:
         self._attention = attention
         self._kernels = kernels
         self._cache = cache
+        self._host_cache = host_cache
         self._table = table
         self._return_logprobs = config.return_logprobs
         self._writer = StepInputsWriter(table, adapter.vocab_size, adapter.device)
@@ -180,8 +189,10 @@ class ModelRunner:
         start = time.perf_counter()
         inputs = self._writer.fill(plan, bucket)
         prepare_time = time.perf_counter() - start
+        failed_swaps = self._swap(plan.swaps_out, self._host_cache.store)
         if plan.block_copies:
             self._copy_blocks(plan.block_copies)
+        failed_swaps += self._swap(plan.swaps_in, self._host_cache.load)
         token_ids, logprobs, is_valid = self._launch(bucket, inputs)
         count = _num_samples(plan)
         host = [_to_host(column[:count]) for column in (token_ids, logprobs, is_valid)]
@@ -189,7 +200,8 @@ class ModelRunner:
         if self._adapter.device.type == "cuda":
             ready = torch.cuda.Event()
             ready.record()
-        return _Sampled(host[0], host[1] if self._return_logprobs else None, host[2], ready, prepare_time)
+        logprobs = host[1] if self._return_logprobs else None
+        return _Sampled(host[0], logprobs, host[2], ready, prepare_time, failed_swaps)
 
     @torch.no_grad()
     def _launch(self, bucket: Bucket, inputs: StepInputs) -> Outputs:
@@ -265,6 +277,19 @@ class ModelRunner:
         logits = self._adapter.forward(input_ids, positions, inputs.logit_indices.long())
         self._attention.end()
         return logits
+
+    def _swap(
+        self, swaps: tuple[BlockSwap, ...], copy: Callable[[KVCache, BlockSwap], None]
+    ) -> tuple[str, ...]:
+        """Copies between device and host memory; returns the requests for which that failed."""
+        failed = []
+        for swap in swaps:
+            try:
+                copy(self._cache, swap)
+            except Exception:  # Whatever it is: one request computes its cache again, and the others get on.
+                _logger.exception("copying %d blocks from or to host memory failed", len(swap.host_blocks))
+                failed.append(swap.request_id)
+        return tuple(failed)
 
     def _copy_blocks(self, copies: tuple[BlockCopy, ...]) -> None:
         device = self._adapter.device

@@ -64,6 +64,21 @@ class BlockCopy:
 
 
 @dataclass(frozen=True, slots=True)
+class BlockSwap:
+    """A request's blocks move between device and host memory, in all layers.
+
+    Attributes:
+        request_id: Whose blocks they are.
+        device_blocks: Blocks of the cache.
+        host_blocks: Their counterparts in host memory, each once.
+    """
+
+    request_id: str
+    device_blocks: tuple[int, ...]
+    host_blocks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class BatchPlan:
     """All that the device side needs to know to run one step.
 
@@ -75,6 +90,10 @@ class BatchPlan:
         block_copies: Copies to make before the step; sources and targets are disjoint.
         num_tokens: Sum of the rows' counts.
         max_seq_len: Longest context of any row after this step, in tokens.
+        swaps_out: Copies from the device to host memory, to make before all other copies: whatever they read may be
+            overwritten by this plan.
+        swaps_in: Copies from host memory to the device, to make after all other copies and before the step. What they
+            read may be overwritten by the next plan.
     """
 
     path: Path
@@ -84,6 +103,8 @@ class BatchPlan:
     block_copies: tuple[BlockCopy, ...]
     num_tokens: int
     max_seq_len: int
+    swaps_out: tuple[BlockSwap, ...] = ()
+    swaps_in: tuple[BlockSwap, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +135,13 @@ class SampledToken:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """The tokens that a step sampled, in the order of its sampling rows."""
+    """What came of a step.
+
+    Attributes:
+        sampled: The tokens, in the order of its sampling rows.
+        failed_swaps: Requests with a copy from or to host memory that failed. What was copied is lost, and a row that
+            should have read it sampled nonsense.
+    """
 
     sampled: tuple[SampledToken, ...]
+    failed_swaps: tuple[str, ...] = ()

@@ -36,6 +36,7 @@ _MAX_BATCH_TOKENS_CPU = 2048
 _SHARED_MEMORY_DEVICES = ("cpu", "mps")
 _Q_INTERVAL = 64
 _KV_INTERVAL = 16384
+_GIB = 2**30
 
 
 @dataclass(slots=True)
@@ -75,7 +76,6 @@ def resolve(
     config = ContinuousBatchingConfig.from_any(config)
     log = _Log()
     captured_paths = _captured_paths(config, facts, log)
-    _forgo_offload(config, log)
     default_margin = _scheduler_margin(config, scheduler_types)
 
     wanted_requests, requests_why = _wanted_requests(config, hints)
@@ -89,6 +89,7 @@ def resolve(
     return EngineConfig(
         page_size=config.page_size,
         num_blocks=num_blocks,
+        num_host_blocks=_num_host_blocks(config, facts, num_blocks, log),
         max_batch_tokens=_max_batch_tokens(config, facts, num_blocks, max_requests, log),
         max_requests=max_requests,
         max_blocks_per_request=_blocks_for(max_model_len, config.page_size),
@@ -153,19 +154,6 @@ def _captured_paths(config: ContinuousBatchingConfig, facts: ModelFacts, log: _L
     return ()
 
 
-def _forgo_offload(config: ContinuousBatchingConfig, log: _Log) -> None:
-    asked = config.cpu_offload_space
-    if asked == 0:
-        return
-    log.decide("cpu_offload_space", asked, 0.0, "a preempted request computes its cache again in this version")
-    warnings.warn(
-        f"cpu_offload_space={asked!r} has no effect: this version computes the cache of a preempted request "
-        "again; set cpu_offload_space=0",
-        UserWarning,
-        stacklevel=3,
-    )
-
-
 def _scheduler_margin(config: ContinuousBatchingConfig, scheduler_types: Mapping[str, float]) -> float:
     if config.scheduler_type not in scheduler_types:
         known = ", ".join(sorted(scheduler_types))
@@ -205,6 +193,41 @@ def _num_blocks(
         if useful < fitting:
             fitting, why = useful, reason
     return log.decide("num_blocks", None, fitting, why)
+
+
+def _num_host_blocks(
+    config: ContinuousBatchingConfig, facts: ModelFacts, num_blocks: int, log: _Log
+) -> int:
+    asked, threshold = config.cpu_offload_space, config.cpu_offload_space_safety_threshold
+    if asked == 0:
+        return 0
+    block_bytes = config.page_size * facts.kv_bytes_per_token
+    # Where device and host share their memory, the cache takes its part of it first.
+    cache_bytes = num_blocks * block_bytes if facts.device_type in _SHARED_MEMORY_DEVICES else 0
+    available = max(0, facts.available_host_memory_bytes - cache_bytes)
+    allowed = int(threshold * available)
+    num_allowed = allowed // block_bytes
+    why = f"{num_allowed} blocks of {block_bytes} bytes; {threshold:g} of {available} bytes of host memory available"
+    if asked is None:
+        log.decide("cpu_offload_space", None, num_allowed * block_bytes / _GIB, why)
+        return num_allowed
+    wanted = int(asked * _GIB)
+    if wanted < block_bytes:
+        raise ValueError(
+            f"cpu_offload_space={asked!r} GiB holds no block: a block of {config.page_size} tokens takes {block_bytes} "
+            "bytes; raise it, lower page_size, or set cpu_offload_space=0"
+        )
+    if threshold == 1 or wanted <= allowed:
+        return wanted // block_bytes
+    warnings.warn(
+        f"cpu_offload_space={asked!r} GiB is capped at {allowed / _GIB:.3g} GiB, which is "
+        f"cpu_offload_space_safety_threshold={threshold:g} of the host memory available; ask for less, or raise the "
+        "threshold (1: no cap)",
+        UserWarning,
+        stacklevel=3,
+    )
+    log.decide("cpu_offload_space", asked, num_allowed * block_bytes / _GIB, why)
+    return num_allowed
 
 
 def _memory_share(config: ContinuousBatchingConfig, facts: ModelFacts, has_logits_processing: bool, log: _Log) -> float:

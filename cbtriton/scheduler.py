@@ -16,6 +16,7 @@ from cbtriton.config import EngineConfig
 from cbtriton.plan import BatchPlan, BlockCopy, BlockTableUpdate, Idle, RowStart, SampledToken, ScheduledRow, StepResult
 from cbtriton.request import FinishReason, GenerationOutput, Request, RequestStatus
 from cbtriton.stopping import StopDecision
+from cbtriton.swap import HostBlocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +120,10 @@ class SchedulerCounters:
     generated_tokens: int = 0
     dropped_tokens: int = 0
     preemptions: int = 0
+    offloads: int = 0
+    restores: int = 0
+    restored_tokens: int = 0
+    failed_swaps: int = 0
     forks: int = 0
     requests_finished: int = 0
     requests_failed: int = 0
@@ -175,6 +180,7 @@ class Scheduler:
     Args:
         policy: Order of the running requests.
         blocks: The block manager; this scheduler is its only user.
+        host_blocks: Where the cache of preempted requests goes while there is room; likewise.
         limits: Budgets.
         stop_check: Says after each new token whether the request ends and how much of it may be streamed.
     """
@@ -183,12 +189,14 @@ class Scheduler:
         self,
         policy: SchedulingPolicy,
         blocks: BlockManager,
+        host_blocks: HostBlocks,
         limits: SchedulerLimits,
         stop_check: Callable[[Request], StopDecision],
     ) -> None:
         self.counters = SchedulerCounters()
         self._policy = policy
         self._blocks = blocks
+        self._host_blocks = host_blocks
         self._limits = limits
         self._stop_check = stop_check
         self._requests: dict[str, Request] = {}
@@ -258,8 +266,9 @@ class Scheduler:
         return [self._end(request, RequestStatus.FAILED, "error", error) for request in list(self._requests.values())]
 
     def reset_prefix_cache(self) -> None:
-        """Forgets all cached prefixes; requests keep what they computed."""
+        """Forgets all cached prefixes and what preempted requests computed; running ones keep what they have."""
         self._blocks.reset_prefix_cache()
+        self._host_blocks.clear()
 
     # --------------------------------------------------------------------------------------------- planning
 
@@ -314,12 +323,27 @@ class Scheduler:
 
     def _preempt(self, victim: Request, draft: _Draft) -> None:
         draft.withdraw(victim.request_id)
-        self._leave_row(victim)
-        victim.status = RequestStatus.PENDING
-        victim.num_computed = 0
-        victim.num_preemptions += 1
+        self._offload(victim)
+        self._return_to_queue(victim)
+
+    def _offload(self, victim: Request) -> None:
+        """Keeps what the victim computed in host memory, if there is room."""
+        request_id = victim.request_id
+        # Steps in flight have written all that is computed before the copy reads it. The last known token runs again:
+        # the one that follows it is not known, or will be dropped.
+        num_tokens = min(victim.num_computed, victim.num_tokens - 1)
+        if num_tokens == 0 or self._blocks.is_outdated(request_id):
+            return
+        block_ids = self._blocks.block_ids(request_id)[: self._blocks.num_blocks_for(num_tokens)]
+        self.counters.offloads += self._host_blocks.offload(request_id, block_ids, num_tokens)
+
+    def _return_to_queue(self, request: Request) -> None:
+        self._leave_row(request)
+        request.status = RequestStatus.PENDING
+        request.num_computed = 0
+        request.num_preemptions += 1
         self.counters.preemptions += 1
-        self._waiting.appendleft(victim)
+        self._waiting.appendleft(request)
 
     def _admit_waiting(self, draft: _Draft) -> None:
         while self._waiting and self._free_rows and draft.budget > 0 and self._admit(self._waiting[0], draft):
@@ -334,13 +358,13 @@ class Scheduler:
         token_ids = request.token_ids
         prefix = self._attach_prefix(request, token_ids, draft)
         # All that is known must fit: a prompt that stops half-way only takes memory from others.
-        num_new = len(token_ids) - prefix.num_tokens
-        room = blocks.num_addable_tokens(request.request_id, prefix.num_tokens)
-        if room < num_new:
+        if blocks.num_addable_tokens(request.request_id, num_tokens=0) < len(token_ids):
             blocks.release(request.request_id)
             return False
         self._count_admission(len(token_ids), prefix)
-        row = self._enter_row(request, prefix.num_tokens)
+        num_restored = self._restore(request, prefix)
+        row = self._enter_row(request, prefix.num_tokens, num_restored)
+        num_new = len(token_ids) - request.num_computed
         share = self._share(request, row, min(num_new, draft.budget))
         share.table_update = BlockTableUpdate(row, 0, blocks.block_ids(request.request_id))
         share.row_start = RowStart(
@@ -368,11 +392,28 @@ class Scheduler:
         if parent is None or request.generated or not _has_computed_prompt(parent):
             return None
         # Copies come before the step: a parent that resumes in it may rest on blocks that the step has yet to write.
-        if draft.admits(parent.request_id) or self._blocks.is_outdated(parent.request_id):
+        if draft.admits(parent.request_id) or parent.is_restoring or self._blocks.is_outdated(parent.request_id):
             return None
         # Once the parent has ended, its id may name a request that is no relation.
         is_related = parent.prompt_ids == request.prompt_ids and parent.cache_salt == request.cache_salt
         return parent if is_related else None
+
+    def _restore(self, request: Request, prefix: _Prefix) -> int:
+        """Adds what the request has in host memory to its prefix, where it has more there; returns these tokens."""
+        request_id = request.request_id
+        num_tokens = self._host_blocks.num_tokens(request_id)
+        if num_tokens <= prefix.num_tokens:
+            self._host_blocks.free(request_id)
+            return 0
+        # A request that forks holds its whole prompt, and one that was off-loaded before its first token less: here
+        # the prefix is whole blocks.
+        num_cached_blocks = self._blocks.num_blocks_held(request_id)
+        self._blocks.extend(request_id, num_tokens)
+        self._host_blocks.restore(request_id, self._blocks.block_ids(request_id), num_cached_blocks)
+        num_restored = num_tokens - prefix.num_tokens
+        self.counters.restores += 1
+        self.counters.restored_tokens += num_restored
+        return num_restored
 
     def _count_admission(self, num_tokens: int, prefix: _Prefix) -> None:
         if prefix.is_fork:
@@ -381,12 +422,13 @@ class Scheduler:
             self.counters.prefix_queried_tokens += num_tokens
             self.counters.prefix_cached_tokens += prefix.num_tokens
 
-    def _enter_row(self, request: Request, num_cached: int) -> int:
+    def _enter_row(self, request: Request, num_cached: int, num_restored: int) -> int:
         self._last_epoch += 1
         request.epoch = self._last_epoch
         request.row = row = self._free_rows.pop()
         request.num_cached = num_cached
-        request.num_computed = num_cached
+        request.num_computed = num_cached + num_restored
+        request.is_restoring = num_restored > 0
         request.status = RequestStatus.PREFILLING
         if request.started_time < 0:
             request.started_time = time.perf_counter()
@@ -397,10 +439,12 @@ class Scheduler:
         if request.row is None:
             return
         del self._running[request.request_id]
-        self._blocks.index_blocks(request.request_id, request.token_ids, request.num_computed)
+        if not request.is_restoring:
+            self._blocks.index_blocks(request.request_id, request.token_ids, request.num_computed)
         self._blocks.release(request.request_id)
         self._free_rows.append(request.row)
         request.row = None
+        request.is_restoring = False
         request.num_in_flight = 0
 
     def _share(self, request: Request, row: int, count: int) -> _Share:
@@ -415,6 +459,8 @@ class Scheduler:
 
     def _index(self, share: _Share) -> None:
         request, page_size = share.request, self._blocks.page_size
+        if request.is_restoring:
+            return
         # The host learns a token in flight one step late, and so that the block it completes is whole.
         num_known = min(share.start + share.count, request.num_tokens)
         # Decodes complete a block once in `page_size` steps: skip the others before building the token list.
@@ -451,6 +497,8 @@ class Scheduler:
             block_copies=tuple(block_copies),
             num_tokens=num_tokens,
             max_seq_len=max_seq_len,
+            swaps_out=self._host_blocks.take_swaps_out(),
+            swaps_in=self._host_blocks.take_swaps_in(),
         )
 
     # ---------------------------------------------------------------------------------------------- results
@@ -465,6 +513,10 @@ class Scheduler:
         """
         now = time.perf_counter()
         outputs: list[GenerationOutput] = []
+        for request_id in result.failed_swaps:
+            self._lose_swap(request_id)
+        if plan.swaps_in:
+            self._confirm_restored(plan)
         sampling_rows = (row for row in plan.rows if row.samples)
         for row, sampled in zip(sampling_rows, result.sampled, strict=True):
             request = self._running.get(row.request_id)
@@ -475,6 +527,19 @@ class Scheduler:
             if output is not None:
                 outputs.append(output)
         return outputs
+
+    def _lose_swap(self, request_id: str) -> None:
+        """Lets the request compute its cache again, also where it runs on what it was to get back."""
+        self.counters.failed_swaps += 1
+        self._host_blocks.free(request_id)
+        if request_id in self._running:
+            self._return_to_queue(self._running[request_id])
+
+    def _confirm_restored(self, plan: BatchPlan) -> None:
+        for row in plan.rows:
+            request = self._running.get(row.request_id)
+            if request is not None and request.epoch == row.epoch:
+                request.is_restoring = False
 
     def _commit_token(self, request: Request, sampled: SampledToken, now: float) -> GenerationOutput | None:
         request.num_in_flight -= 1
@@ -506,6 +571,7 @@ class Scheduler:
             queue = self._waiting if request in self._waiting else self._children[request.parent_id or ""]
             queue.remove(request)
         self._leave_row(request)
+        self._host_blocks.free(request.request_id)
         self._queue_children(request.request_id)
         del self._requests[request.request_id]
         request.status = status

@@ -23,6 +23,7 @@ from cbtriton.request import Request, SamplingParams, StopRules
 from cbtriton.scheduler import SCHEDULERS, Scheduler, SchedulerLimits
 from cbtriton.stats import waste
 from cbtriton.stopping import StopDecision
+from cbtriton.swap import HostBlocks
 
 _GRAPHS_PER_BUCKET = 2
 # The allocator of CUDA devices gives out multiples of this.
@@ -145,12 +146,16 @@ class Simulation:
         steps: The steps in order.
         padded_paths: The paths whose steps are padded, and so have buckets worth counting.
         prefix_cached_tokens: Tokens that the prefix cache provided.
+        offloads: How often a preempted request's blocks went to host memory.
+        restored_tokens: Tokens that came back from there.
         num_blocks: Blocks of the cache.
     """
 
     steps: tuple[SimulatedStep, ...]
     padded_paths: tuple[Path, ...]
     prefix_cached_tokens: int
+    offloads: int
+    restored_tokens: int
     num_blocks: int
 
     @property
@@ -198,6 +203,8 @@ class Simulation:
             "padding_waste": self.padding_waste,
             "kv_padding_waste": self.kv_padding_waste,
             "preemptions": self.preemptions,
+            "offloads": self.offloads,
+            "restored_tokens": self.restored_tokens,
             "peak_blocks": self.peak_blocks,
             "num_blocks": self.num_blocks,
             "prefix_cached_tokens": self.prefix_cached_tokens,
@@ -234,7 +241,11 @@ def simulate(config: EngineConfig, trace: Sequence[TraceRequest]) -> Simulation:
     answers = {str(index): _Answer.of(index, entry) for index, entry in enumerate(trace)}
     blocks = BlockManager(config.num_blocks, config.page_size, config.share_blocks)
     scheduler = Scheduler(
-        SCHEDULERS.get(config.scheduler_type), blocks, SchedulerLimits.of(config), _stop_at_the_length
+        SCHEDULERS.get(config.scheduler_type),
+        blocks,
+        HostBlocks(config.num_host_blocks),
+        SchedulerLimits.of(config),
+        _stop_at_the_length,
     )
     padding = PaddingPolicy.of(config)
     requests = [(entry.arrival, _request(config, index, entry)) for index, entry in enumerate(trace)]
@@ -266,7 +277,15 @@ def simulate(config: EngineConfig, trace: Sequence[TraceRequest]) -> Simulation:
             oldest = in_flight.popleft()
             sampled = (answers[row.request_id].token(row) for row in oldest.rows if row.samples)
             scheduler.commit(oldest, StepResult(tuple(sampled)))
-    return Simulation(tuple(steps), padding.padded_paths, scheduler.counters.prefix_cached_tokens, config.num_blocks)
+    counters = scheduler.counters
+    return Simulation(
+        tuple(steps),
+        padding.padded_paths,
+        prefix_cached_tokens=counters.prefix_cached_tokens,
+        offloads=counters.offloads,
+        restored_tokens=counters.restored_tokens,
+        num_blocks=config.num_blocks,
+    )
 
 
 def graph_bytes(buckets: Iterable[Bucket], facts: ModelFacts) -> int:

@@ -63,6 +63,11 @@ class EngineStats:
     `compile_time` is the seconds of both. `captures` counts graphs of the device, `capture_failures` those that could
     not be captured, `capture_time` the seconds of both, `replays` the steps that ran from a graph; `graph_bytes` is the
     memory that graphs hold now, beside their nodes.
+
+    `offloads` counts preemptions whose blocks went to host memory; those of all others are computed again. `restores`
+    counts requests that came back from there, with `restored_tokens` tokens; the prefix cache may have had more when
+    they did. `failed_swaps` counts requests that compute again because such a copy failed. `host_blocks_in_use` of
+    `host_blocks_total` hold something; all of them take `host_cache_bytes`.
     """
 
     steps: int = 0
@@ -83,6 +88,9 @@ class EngineStats:
     dropped_tokens: int = 0
     preemptions: int = 0
     offloads: int = 0
+    restores: int = 0
+    restored_tokens: int = 0
+    failed_swaps: int = 0
     forks: int = 0
     blocks_total: int = 0
     blocks_in_use: int = 0
@@ -96,6 +104,9 @@ class EngineStats:
     update_time: float = 0.0
     buckets: dict[str, int] = field(default_factory=dict)
     cache_bytes: int = 0
+    host_blocks_total: int = 0
+    host_blocks_in_use: int = 0
+    host_cache_bytes: int = 0
     packed_weight_bytes: int = 0
     compilations: int = 0
     late_compilations: int = 0

@@ -8,7 +8,7 @@ with the wrong request, written twice or freed too early shows at once.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from cbtriton.block_manager import NULL_BLOCK, BlockManager
@@ -16,6 +16,7 @@ from cbtriton.plan import BatchPlan, SampledToken, ScheduledRow, StepResult
 from cbtriton.request import GenerationOutput, Request, RequestStatus, SamplingParams, StopRules
 from cbtriton.scheduler import FIFO, Scheduler, SchedulerLimits, SchedulingPolicy
 from cbtriton.stopping import StopChecker
+from cbtriton.swap import HostBlocks
 
 VOCAB_SIZE = 11
 EOS = 0
@@ -55,10 +56,15 @@ class Entry:
     weights: int
 
 
+# What a copy that failed leaves behind.
+NONSENSE = Entry(-1, 0)
+
+
 class SimulatedCache(BlockManager):
-    """Block manager and blocks in one: a block forgets what it holds the moment it becomes nobody's.
+    """Block manager and blocks in one: a block that becomes nobody's forgets what it holds before the next step.
 
     Attributes:
+        released: Blocks that became nobody's since the last step.
         contents: What each position of each block holds; None where nothing was written.
         sealed: Blocks that an index or several tables referred to at the last `seal`, and that are still alive: what
             is written in them must not be written again.
@@ -68,6 +74,7 @@ class SimulatedCache(BlockManager):
         super().__init__(num_blocks, page_size, share_blocks)
         self.contents: list[list[Entry | None]] = [[None] * page_size for _ in range(num_blocks + 1)]
         self.sealed: set[int] = set()
+        self.released: set[int] = set()
 
     def seal(self) -> None:
         self.sealed = set(self._contents)
@@ -75,8 +82,13 @@ class SimulatedCache(BlockManager):
 
     def _give_back(self, block_id: int) -> None:
         super()._give_back(block_id)
-        self.contents[block_id] = [None] * self.page_size
+        self.released.add(block_id)
         self.sealed.discard(block_id)
+
+    def wipe_released(self) -> None:
+        for block_id in self.released:
+            self.contents[block_id] = [None] * self.page_size
+        self.released.clear()
 
 
 @dataclass(slots=True)
@@ -95,6 +107,7 @@ class SimulatedEngine:
 
     Args:
         depth: Steps that may be in flight when the next one is planned.
+        copy_fails: Asked for each copy from or to host memory: whether it fails, and leaves nonsense behind.
     """
 
     def __init__(
@@ -109,11 +122,17 @@ class SimulatedEngine:
         share_blocks: bool = True,
         policy: SchedulingPolicy = FIFO,
         depth: int = 0,
+        num_host_blocks: int = 0,
+        copy_fails: Callable[[], bool] = lambda: False,
     ) -> None:
         self.blocks = SimulatedCache(num_blocks, page_size, share_blocks)
         self.limits = SchedulerLimits(max_batch_tokens, max_requests, safety_margin, max_decode_blocks)
-        self.scheduler = Scheduler(policy, self.blocks, self.limits, StopChecker(lambda: None).check)
+        self.host_blocks = HostBlocks(num_host_blocks)
+        self.scheduler = Scheduler(
+            policy, self.blocks, self.host_blocks, self.limits, StopChecker(lambda: None).check
+        )
         self.depth = depth
+        self.copy_fails = copy_fails
         self.plans: list[BatchPlan] = []
         self.updates: list[GenerationOutput] = []
         self.finals: list[GenerationOutput] = []
@@ -122,6 +141,7 @@ class SimulatedEngine:
         self._rows: dict[int, DeviceRow] = {}
         self._tables: dict[int, dict[int, int]] = {}
         self._weights = 0
+        self._host_contents: dict[int, list[Entry | None]] = {}
 
     # ----------------------------------------------------------------------------------------- requests
 
@@ -222,13 +242,43 @@ class SimulatedEngine:
         for update in plan.table_updates:
             table = self._tables.setdefault(update.row, {})
             table.update(enumerate(update.block_ids, update.first_index))
+        failed_swaps = self._swap_out(plan)
+        self.blocks.wipe_released()
         self._copy_blocks(plan)
+        failed_swaps += self._swap_in(plan)
         owners: dict[int, int] = {}
         for row in plan.rows:
             self._write(row, owners)
         for row in plan.rows:
             self._read(row)
-        return StepResult(tuple(self._sample(row) for row in plan.rows if row.samples))
+        return StepResult(tuple(self._sample(row) for row in plan.rows if row.samples), tuple(failed_swaps))
+
+    def _swap_out(self, plan: BatchPlan) -> list[str]:
+        failed = []
+        targets = [block_id for swap in plan.swaps_out for block_id in swap.host_blocks]
+        assert len(set(targets)) == len(targets), "a host block is written twice"
+        for swap in plan.swaps_out:
+            if self.copy_fails():
+                failed.append(swap.request_id)
+                self._host_contents |= dict.fromkeys(swap.host_blocks, [NONSENSE] * self.blocks.page_size)
+                continue
+            for source, target in zip(swap.device_blocks, swap.host_blocks, strict=True):
+                self._host_contents[target] = list(self.blocks.contents[source])
+        return failed
+
+    def _swap_in(self, plan: BatchPlan) -> list[str]:
+        failed = []
+        for swap in plan.swaps_in:
+            assert self.blocks.sealed.isdisjoint(swap.device_blocks), "what others may read is written again"
+            if self.copy_fails():
+                failed.append(swap.request_id)
+            for source, target in zip(swap.host_blocks, swap.device_blocks, strict=True):
+                # What was copied back must not be used again.
+                contents = self._host_contents.pop(source)
+                self.blocks.contents[target] = (
+                    [NONSENSE] * self.blocks.page_size if swap.request_id in failed else contents
+                )
+        return failed
 
     def _copy_blocks(self, plan: BatchPlan) -> None:
         sources = {copy.source for copy in plan.block_copies}
@@ -262,6 +312,10 @@ class SimulatedEngine:
         assert tuple(table) == self.blocks.block_ids(row.request_id)[: len(table)], "device and host tables differ"
         for position, expected in enumerate(state.fingerprints):
             entry = self._entry(row.row, position)
+            if entry is NONSENSE:
+                # Nobody may ever get the token that comes of this, and no index may lead to it.
+                state.fingerprints = []
+                return
             assert entry.fingerprint == expected, f"{row.request_id} reads another prefix at position {position}"
             assert entry.weights >= state.weights, f"{row.request_id} reads position {position} of old weights"
 
@@ -273,7 +327,7 @@ class SimulatedEngine:
 
     def _sample(self, row: ScheduledRow) -> SampledToken:
         state = self._rows[row.row]
-        token = next_token(state.fingerprints[-1], state.seed)
+        token = next_token(state.fingerprints[-1], state.seed) if state.fingerprints else VOCAB_SIZE
         state.tokens.append(token)
         return SampledToken(token, None, is_valid=state.seed != BROKEN_SEED)
 
@@ -297,6 +351,11 @@ class SimulatedEngine:
     def check(self) -> None:
         """What holds between any two calls."""
         self.blocks.check_invariants()
+        self.host_blocks.check_invariants()
+        offloaded = [r for r in self.requests if self.host_blocks.num_tokens(r.request_id) and not r.is_terminal]
+        assert bool(offloaded) == bool(self.host_blocks.num_in_use), "host blocks of requests that have ended"
+        for request in offloaded:
+            assert request.row is None, "a running request holds host blocks"
         assert self.blocks.num_available + self.blocks.num_in_use == self.blocks.num_blocks
         assert self.blocks.num_cached <= self.blocks.num_available
         for request in self.requests:
@@ -312,6 +371,7 @@ class SimulatedEngine:
         """What holds once nothing is left to do."""
         assert not self.scheduler.has_requests
         assert self.scheduler.num_running == self.scheduler.num_waiting == self.blocks.num_in_use == 0
+        assert self.host_blocks.num_in_use == 0
         # Ids may be used again, but only one after the other.
         assert sorted(output.request_id for output in self.finals) == sorted(r.request_id for r in self.requests)
         for request in self.requests:

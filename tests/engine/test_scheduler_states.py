@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from types import ModuleType
 
 import pytest
@@ -16,7 +17,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from cbtriton.scheduler import FIFO, PREFILL_FIRST
+from cbtriton.scheduler import FIFO, PREFILL_FIRST, _Draft
 
 # Few different beginnings, so that prefixes meet often.
 BEGINNINGS = ([1] * 64, [1] * 9 + [2] * 55, [3, 4] * 32)
@@ -41,9 +42,15 @@ class SchedulerMachine(RuleBasedStateMachine):
         share_blocks=st.sampled_from([True, True, True, False]),
         policy=st.sampled_from([FIFO, PREFILL_FIRST]),
         depth=st.integers(0, 1),
+        num_host_blocks=st.sampled_from([0, 2, 5, 100]),
+        share_of_failures=st.sampled_from([0.0, 0.0, 0.3]),
+        seed=st.integers(0, 100),
     )
-    def build(self, **sizes) -> None:
-        self.engine = self.simulation.SimulatedEngine(**sizes)
+    def build(self, share_of_failures, seed, **sizes) -> None:
+        failures = random.Random(seed)
+        self.engine = self.simulation.SimulatedEngine(
+            **sizes, copy_fails=lambda: failures.random() < share_of_failures
+        )
 
     def _open_ids(self) -> list[str]:
         return [request.request_id for request in self.engine.requests if not request.is_terminal]
@@ -93,6 +100,13 @@ class SchedulerMachine(RuleBasedStateMachine):
     def step(self, num_steps) -> None:
         for _ in range(num_steps):
             self.engine.step()
+
+    @precondition(lambda self: self.engine.scheduler.num_running > 1)
+    @rule(data=st.data())
+    def preempt(self, data) -> None:
+        """Any request but the oldest one, which always gets on."""
+        newer = list(self.engine.scheduler._running.values())[1:]
+        self.engine.scheduler._preempt(data.draw(st.sampled_from(newer)), _Draft(budget=0))
 
     @rule()
     def change_weights(self) -> None:

@@ -71,6 +71,7 @@ SIZES = st.fixed_dictionaries(
         "max_decode_blocks": st.sampled_from([0, 2, 100]),
         "safety_margin": st.sampled_from([0.0, 0.15]),
         "share_blocks": st.booleans(),
+        "num_host_blocks": st.sampled_from([0, 3, 20]),
     }
 )
 
@@ -99,6 +100,7 @@ def test_the_steps_are_those_of_an_engine_that_generates_the_same_tokens(simulat
     counters = engine.scheduler.counters
     assert result.preemptions == counters.preemptions
     assert result.prefix_cached_tokens == counters.prefix_cached_tokens
+    assert (result.offloads, result.restored_tokens) == (counters.offloads, counters.restored_tokens)
 
 
 def test_unknown_answers_match_nobody_and_known_ones_are_found_again():
