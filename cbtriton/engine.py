@@ -121,8 +121,8 @@ class Engine:
     def attach(self) -> None:
         """Puts the model on this engine's attention.
 
-        Weights that changed meanwhile invalidate cached prefixes and what is in host memory. Anything that was replaced, weights or modules,
-        invalidates captured steps: they would go on using what was there before.
+        Weights that changed meanwhile invalidate cached prefixes and what is in host memory. Anything that was
+        replaced, weights or modules, invalidates captured steps: they would go on using what was there before.
         """
         self._adapter.attach(self._attention.forward)
         self._attention.attach()

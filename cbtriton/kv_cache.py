@@ -113,8 +113,8 @@ class HostCache:
             )
         except (RuntimeError, OSError, OverflowError, MemoryError) as error:
             raise RuntimeError(
-                f"no host memory for preempted requests: {num_blocks} blocks take {self.num_bytes} bytes ({error}); lower "
-                "cpu_offload_space, or set it to 0"
+                f"no host memory for preempted requests: {num_blocks} blocks take {self.num_bytes} bytes ({error}); "
+                "lower cpu_offload_space, or set it to 0"
             ) from error
 
     def store(self, cache: KVCache, swap: BlockSwap) -> None:

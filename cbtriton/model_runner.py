@@ -278,9 +278,7 @@ class ModelRunner:
         self._attention.end()
         return logits
 
-    def _swap(
-        self, swaps: tuple[BlockSwap, ...], copy: Callable[[KVCache, BlockSwap], None]
-    ) -> tuple[str, ...]:
+    def _swap(self, swaps: tuple[BlockSwap, ...], copy: Callable[[KVCache, BlockSwap], None]) -> tuple[str, ...]:
         """Copies between device and host memory; returns the requests for which that failed."""
         failed = []
         for swap in swaps:

@@ -195,9 +195,7 @@ def _num_blocks(
     return log.decide("num_blocks", None, fitting, why)
 
 
-def _num_host_blocks(
-    config: ContinuousBatchingConfig, facts: ModelFacts, num_blocks: int, log: _Log
-) -> int:
+def _num_host_blocks(config: ContinuousBatchingConfig, facts: ModelFacts, num_blocks: int, log: _Log) -> int:
     asked, threshold = config.cpu_offload_space, config.cpu_offload_space_safety_threshold
     if asked == 0:
         return 0

@@ -107,7 +107,7 @@ class SimulatedEngine:
 
     Args:
         depth: Steps that may be in flight when the next one is planned.
-        copy_fails: Asked for each copy from or to host memory: whether it fails, and leaves nonsense behind.
+        copy_fails: Asked for each copy to host memory (`out`) or back (`in`): whether it fails, and leaves nonsense.
     """
 
     def __init__(
@@ -123,14 +123,12 @@ class SimulatedEngine:
         policy: SchedulingPolicy = FIFO,
         depth: int = 0,
         num_host_blocks: int = 0,
-        copy_fails: Callable[[], bool] = lambda: False,
+        copy_fails: Callable[[str], bool] = lambda direction: False,
     ) -> None:
         self.blocks = SimulatedCache(num_blocks, page_size, share_blocks)
         self.limits = SchedulerLimits(max_batch_tokens, max_requests, safety_margin, max_decode_blocks)
         self.host_blocks = HostBlocks(num_host_blocks)
-        self.scheduler = Scheduler(
-            policy, self.blocks, self.host_blocks, self.limits, StopChecker(lambda: None).check
-        )
+        self.scheduler = Scheduler(policy, self.blocks, self.host_blocks, self.limits, StopChecker(lambda: None).check)
         self.depth = depth
         self.copy_fails = copy_fails
         self.plans: list[BatchPlan] = []
@@ -258,7 +256,7 @@ class SimulatedEngine:
         targets = [block_id for swap in plan.swaps_out for block_id in swap.host_blocks]
         assert len(set(targets)) == len(targets), "a host block is written twice"
         for swap in plan.swaps_out:
-            if self.copy_fails():
+            if self.copy_fails("out"):
                 failed.append(swap.request_id)
                 self._host_contents |= dict.fromkeys(swap.host_blocks, [NONSENSE] * self.blocks.page_size)
                 continue
@@ -270,7 +268,7 @@ class SimulatedEngine:
         failed = []
         for swap in plan.swaps_in:
             assert self.blocks.sealed.isdisjoint(swap.device_blocks), "what others may read is written again"
-            if self.copy_fails():
+            if self.copy_fails("in"):
                 failed.append(swap.request_id)
             for source, target in zip(swap.host_blocks, swap.device_blocks, strict=True):
                 # What was copied back must not be used again.
@@ -352,10 +350,8 @@ class SimulatedEngine:
         """What holds between any two calls."""
         self.blocks.check_invariants()
         self.host_blocks.check_invariants()
-        offloaded = [r for r in self.requests if self.host_blocks.num_tokens(r.request_id) and not r.is_terminal]
-        assert bool(offloaded) == bool(self.host_blocks.num_in_use), "host blocks of requests that have ended"
-        for request in offloaded:
-            assert request.row is None, "a running request holds host blocks"
+        waiting = {request.request_id for request in self.requests if request.row is None and not request.is_terminal}
+        assert set(self.host_blocks._offloaded) <= waiting, "a request that does not wait holds host blocks"
         assert self.blocks.num_available + self.blocks.num_in_use == self.blocks.num_blocks
         assert self.blocks.num_cached <= self.blocks.num_available
         for request in self.requests:

@@ -49,7 +49,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def build(self, share_of_failures, seed, **sizes) -> None:
         failures = random.Random(seed)
         self.engine = self.simulation.SimulatedEngine(
-            **sizes, copy_fails=lambda: failures.random() < share_of_failures
+            **sizes, copy_fails=lambda _: failures.random() < share_of_failures
         )
 
     def _open_ids(self) -> list[str]:
