@@ -350,11 +350,11 @@ class ContinuousBatchingManager:
         """Holds the engine between two steps, so that the caller can use or update the model.
 
         Meanwhile the model is as it was before `start`. Requests, cache and order survive. Several threads may hold
-        the pause; the last one to leave resumes. Weights that changed in place are picked up on resuming, and cached
-        prefixes of the old ones are dropped.
+        the pause; the last one to leave resumes. Weights that changed in place are picked up on resuming; cached
+        prefixes of the old ones are dropped, and so is what preempted requests have in host memory.
 
         Args:
-            reset_prefix_cache: Drop cached prefixes in any case. Needed when weights were changed through
+            reset_prefix_cache: Drop both in any case. Needed when weights were changed through
                 `Tensor.data`, which leaves no trace.
 
         Raises:

@@ -219,8 +219,8 @@ def _num_host_blocks(config: ContinuousBatchingConfig, facts: ModelFacts, num_bl
         return wanted // block_bytes
     warnings.warn(
         f"cpu_offload_space={asked!r} GiB is capped at {allowed / _GIB:.3g} GiB, which is "
-        f"cpu_offload_space_safety_threshold={threshold:g} of the host memory available; ask for less, or raise the "
-        "threshold (1: no cap)",
+        f"cpu_offload_space_safety_threshold={threshold:g} of the {available / _GIB:.3g} GiB of host memory available; "
+        "ask for less, or raise the threshold (1: no cap)",
         UserWarning,
         stacklevel=3,
     )

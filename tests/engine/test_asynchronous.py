@@ -120,12 +120,13 @@ class Stepper:
                 self._preempt_one(victims)
             self.outputs += self.engine.step()
             self.engine._blocks.check_invariants()
+            self.engine._host_blocks.check_invariants()
             step += 1
             assert step < 3000, "the requests do not get on"
         self.outputs += self.engine.drain()
         finals = [output for output in self.outputs if output.is_finished()]
         assert Counter(output.request_id for output in finals) == Counter(r.request_id for r in requests)
-        assert self.engine.stats().blocks_in_use == 0
+        assert (self.engine.stats().blocks_in_use, self.engine.stats().host_blocks_in_use) == (0, 0)
         return {output.request_id: output for output in finals}
 
     def _pause(self) -> None:
@@ -147,7 +148,7 @@ def stepped(tools: Any, model: Any, **config: Any) -> Iterator[Stepper]:
     manager = ContinuousBatchingManager(model, tools.options(), tools.small(**config), None, {"default": "reference"})
     try:
         manager.warmup()
-        for layer in manager._engine._cache.layers:
+        for layer in (*manager._engine._cache.layers, *manager._engine._runner._host_cache.layers):
             layer.key.fill_(float("nan"))
             layer.value.fill_(float("nan"))
         manager._engine._runner._table.token_table.fill_(VOCAB_SIZE)
@@ -245,6 +246,7 @@ def random_config(rng: random.Random, requests: list[Planned]) -> dict[str, Any]
         "max_blocks_per_request": rng.choice((None, None, 0)),
         "q_padding_interval_size": (padding := rng.choice((0, 0, 8))),
         "kv_padding_interval_size": 2 * padding,
+        "cpu_offload_space": rng.choice((0.0, 5e-6, 1.0)),
     }
 
 
@@ -305,6 +307,8 @@ def test_any_course_of_events_gives_the_tokens_of_a_calm_synchronous_engine(tool
                 stats = stepper.engine.stats()
             happened["preempted"] += stats.preemptions
             happened["forked"] += stats.forks
+            happened["restored"] += stats.restores
+            happened["computed again"] += stats.preemptions - stats.restores
             happened["cancelled"] += stats.requests_cancelled
             happened["dropped in an asynchronous engine"] += is_async and stats.dropped_tokens
             happened["dropped in a synchronous engine"] += not is_async and stats.dropped_tokens

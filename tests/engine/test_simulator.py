@@ -24,6 +24,10 @@ WORKLOADS = {
         Synthetic("preempted", 8, Lengths(20, 40), Lengths(30, 60)),
         {"num_blocks": 14, "safety_margin": 0.0},
     ),
+    "small cache and host memory": (
+        Synthetic("preempted", 8, Lengths(20, 40), Lengths(30, 60)),
+        {"num_blocks": 14, "safety_margin": 0.0, "cpu_offload_space": 1e-4},
+    ),
 }
 
 
@@ -58,10 +62,12 @@ def test_buckets_waste_and_preemptions_are_the_engines(tools, model, oracle, nam
     assert {bucket.name: count for bucket, count in result.buckets.items()} == stats.buckets
     assert (result.padding_waste, result.kv_padding_waste) == (stats.padding_waste, stats.kv_padding_waste)
     assert (result.preemptions, result.prefix_cached_tokens) == (stats.preemptions, stats.prefix_cached_tokens)
+    assert (result.offloads, result.restored_tokens) == (stats.offloads, stats.restored_tokens)
     assert sum(result.buckets.values()) == stats.steps == len(records)
     # Each workload does what it is there for, and padding changes no token.
     assert stats.padding_waste > 0
-    assert (stats.preemptions > 0) == (name == "small cache")
+    assert (stats.preemptions > 0) == name.startswith("small cache")
+    assert (stats.offloads > 0, stats.restored_tokens > 0) == (("host memory" in name),) * 2
     assert (stats.prefix_cached_tokens > 0) == (name != "mixed lengths in chunks")
     assert [output.generated_tokens for output in outputs] == [oracle.greedy(list(p), n) for p, n in requests]
 

@@ -306,6 +306,7 @@ def test_engine_config_describes_its_decisions_in_aligned_columns_and_as_json():
     config = EngineConfig(
         page_size=16,
         num_blocks=12,
+        num_host_blocks=0,
         max_batch_tokens=256,
         max_requests=8,
         max_blocks_per_request=4,

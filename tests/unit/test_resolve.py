@@ -304,8 +304,6 @@ def test_layers_are_compiled_one_by_one_where_the_model_has_them():
     [
         ({"use_cuda_graph": True}, "use_cuda_graph=True has no effect: cuda has no graphs"),
         ({"use_cuda_graph": (False, True)}, "use_cuda_graph"),
-        ({"cpu_offload_space": 1.0}, "cpu_offload_space"),
-        ({"cpu_offload_space": None}, "cpu_offload_space"),
     ],
 )
 def test_what_is_not_there_warns_once_and_is_recorded(settings, message):
@@ -322,6 +320,80 @@ def test_the_defaults_do_not_warn():
         warnings.simplefilter("error")
         run()
         run(use_cuda_graph=(False, False), cpu_offload_space=0)
+
+
+# On a host with 20 GiB, and blocks of 1 MiB: 16 tokens of 64 KiB.
+GIB, MIB = 2**30, 2**20
+HOST = {"available_host_memory_bytes": 20 * GIB, "kv_bytes_per_token": MIB // 16, "available_memory_bytes": 50 * GIB}
+
+
+@pytest.mark.parametrize(
+    ("asked", "threshold", "device_type", "num_blocks"),
+    [
+        (0.0, 0.8, "cuda", 0),
+        (0, 1.0, "cuda", 0),
+        (1.5, 0.8, "cuda", 1536),
+        (1.5 / 1024, 0.8, "cuda", 1),
+        (16, 0.8, "cuda", 16 * 1024),
+        (30.0, 1.0, "cuda", 30 * 1024),
+        # The cache of 100 blocks has taken its part of the same memory.
+        (1.0, 0.8, "cpu", 1024),
+        (20.0, 1.0, "cpu", 20 * 1024),
+    ],
+)
+def test_an_asked_host_space_is_whole_blocks_and_needs_no_decision(asked, threshold, device_type, num_blocks):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        config = run(
+            facts(**HOST, device_type=device_type),
+            num_blocks=100,
+            cpu_offload_space=asked,
+            cpu_offload_space_safety_threshold=threshold,
+        )
+    assert config.num_host_blocks == num_blocks
+    assert not [d for d in config.decisions if d.field == "cpu_offload_space"]
+
+
+@pytest.mark.parametrize(
+    ("threshold", "device_type", "available", "num_blocks"),
+    [
+        (0.8, "cuda", 20 * GIB, 16 * 1024),
+        (1.0, "cuda", 20 * GIB, 20 * 1024),
+        (0.0, "cuda", 20 * GIB, 0),
+        (0.5, "cpu", 20 * GIB - 100 * MIB, 10 * 1024 - 50),
+        (0.5, "mps", 20 * GIB - 100 * MIB, 10 * 1024 - 50),
+    ],
+)
+def test_an_open_host_space_is_the_threshold_s_share(threshold, device_type, available, num_blocks):
+    config = run(
+        facts(**HOST, device_type=device_type),
+        num_blocks=100,
+        cpu_offload_space=None,
+        cpu_offload_space_safety_threshold=threshold,
+    )
+    assert config.num_host_blocks == num_blocks
+    made = decision(config, "cpu_offload_space")
+    assert (made.asked, made.resolved) == (None, num_blocks / 1024)
+    assert f"{threshold:g} of {available} bytes" in made.why
+
+
+def test_a_host_space_above_the_threshold_is_capped_with_both_numbers():
+    with pytest.warns(UserWarning, match=r"=25.0 GiB is capped at 16 GiB, .*=0.8 of the 20 GiB") as caught:
+        config = run(facts(**HOST), num_blocks=100, cpu_offload_space=25)
+    assert len(caught) == 1
+    assert config.num_host_blocks == 16 * 1024
+    made = decision(config, "cpu_offload_space")
+    assert (made.asked, made.resolved) == (25, 16)
+
+
+def test_a_cache_that_takes_all_memory_leaves_none_for_host_blocks():
+    config = run(facts(**HOST, device_type="cpu"), num_blocks=30 * 1024, cpu_offload_space=None)
+    assert config.num_host_blocks == 0
+
+
+def test_a_host_space_of_less_than_a_block_is_refused_with_the_numbers():
+    with pytest.raises(ValueError, match=r"cpu_offload_space=0.0009 GiB holds no block: .* 16 tokens takes 1048576"):
+        run(facts(**HOST), num_blocks=100, cpu_offload_space=0.0009)
 
 
 def test_an_open_seed_is_drawn_and_recorded():

@@ -124,7 +124,7 @@ def test_a_prefix_on_the_device_that_holds_as_much_is_taken_instead(simulation):
     preempt(engine, new)
     assert engine.host_blocks.num_in_use > 0
     engine.step()
-    # Two whole blocks of the prompt are cached; the host holds the 9 tokens of the prompt, one of which shares them not.
+    # The host holds 9 tokens, the prefix cache two whole blocks of them.
     assert [len(swap.host_blocks) for swap in swaps_in(engine)] == [1]
     engine.run()
     engine.add("again", prompt(9, kind=2), max_new_tokens=1)
