@@ -246,7 +246,7 @@ def random_config(rng: random.Random, requests: list[Planned]) -> dict[str, Any]
         "max_blocks_per_request": rng.choice((None, None, 0)),
         "q_padding_interval_size": (padding := rng.choice((0, 0, 8))),
         "kv_padding_interval_size": 2 * padding,
-        "cpu_offload_space": rng.choice((0.0, 5e-6, 1.0)),
+        "cpu_offload_space": rng.choice((0.0, 5e-6, 1e-4)),
     }
 
 

@@ -144,11 +144,15 @@ def test_tokens_depend_on_no_budget_and_no_page_size(run, oracle, tools, max_bat
     assert found.stats.captures == len(found.stats.buckets)
 
 
+@pytest.mark.parametrize("cpu_offload_space", [0.0, 1e-3])
 @pytest.mark.parametrize("use_async_batching", [False, True])
-def test_prefix_hits_preemptions_and_forks_change_no_token(model, oracle, capturer, tools, use_async_batching):
+def test_prefix_hits_preemptions_and_forks_change_no_token(
+    model, oracle, capturer, tools, use_async_batching, cpu_offload_space
+):
     prefix = tools.prompt(33)
     prompts = [prefix + tools.prompt(3, seed) for seed in range(4)] + [tools.prompt(20, seed) for seed in range(4)]
     config = {**SIZES, "num_blocks": 8, "safety_margin": 0.0, "use_async_batching": use_async_batching}
+    config["cpu_offload_space"] = cpu_offload_space
     # The most likely token is the only one left: the answer is known.
     options = tools.options(do_sample=True, top_k=1, num_return_sequences=2)
     with tools.running(model, options, **config) as manager:
@@ -161,6 +165,7 @@ def test_prefix_hits_preemptions_and_forks_change_no_token(model, oracle, captur
     ]
     assert stats.replays == stats.steps
     assert min(stats.preemptions, stats.forks, stats.prefix_cached_tokens) > 0
+    assert (stats.restores > 0) == (cpu_offload_space > 0)
 
 
 def test_requests_that_come_and_go_change_no_token(model, oracle, capturer, tools):
