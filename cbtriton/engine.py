@@ -121,14 +121,15 @@ class Engine:
     def attach(self) -> None:
         """Puts the model on this engine's attention.
 
-        Weights that changed meanwhile invalidate cached prefixes and what is in host memory. Anything that was
-        replaced, weights or modules, invalidates captured steps: they would go on using what was there before.
+        Weights that changed meanwhile invalidate cached prefixes and what is in host memory. So does anything else that
+        was replaced where steps are captured; these are captured anew, since they would go on using what was there.
         """
         self._adapter.attach(self._attention.forward)
         self._attention.attach()
         if self._adapter.weights_changed():
             self.reset_prefix_cache()
         if self._left_behind is not None and self._left_behind != self._adapter.belongings():
+            self.reset_prefix_cache()
             self._graphs.clear()
             self._is_warm = False
         self._left_behind = None

@@ -26,6 +26,7 @@ from cbtriton.workloads import Lengths, Synthetic
 
 # Requests of the workload, which is also what the warm-up is told to expect.
 _NUM_REQUESTS, _PROMPTS, _NEW_TOKENS = 16, Lengths(10, 100), Lengths(28, 28)
+_MAX_BATCH_TOKENS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +55,7 @@ def main() -> None:
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.worker:
-        found = measure(arguments.model, arguments.dtype, arguments.levels[0])
+        found = measure(ModelSpec(arguments.model, dtype=arguments.dtype), arguments.levels[0])
         Path(arguments.worker).write_text(json.dumps(asdict(found)))
         return
     if arguments.model == "smollm2_135m":
@@ -84,11 +85,17 @@ def in_own_process(arguments: argparse.Namespace, level: int, caches: Path) -> S
     return Start(**json.loads(output.read_text()))
 
 
-def measure(model_name: str, dtype: str, level: int) -> Start:
+def measure(spec: ModelSpec, level: int) -> Start:
     """One start in this process, and the workload after it."""
-    model: Any = cbtriton.enable(load_model(ModelSpec(model_name, dtype=dtype)).model)
+    model: Any = cbtriton.enable(load_model(spec).model)
     workload = Synthetic("start", _NUM_REQUESTS, _PROMPTS, _NEW_TOKENS).build(None, model.config.vocab_size)
-    config = cbtriton.ContinuousBatchingConfig(default_compile_level=level, max_requests_per_batch=_NUM_REQUESTS)
+    config = cbtriton.ContinuousBatchingConfig(
+        max_requests_per_batch=_NUM_REQUESTS,
+        max_batch_tokens=_MAX_BATCH_TOKENS,
+        default_compile_level=level,
+        # Fixed sizes are a graph for each: one query length, powers of two of rows.
+        q_padding_interval_size=_MAX_BATCH_TOKENS if level == 3 else 0,
+    )
     hints = cbtriton.WorkloadHints(_PROMPTS.high, _NEW_TOKENS.high, _NUM_REQUESTS)
     started = time.perf_counter()
     manager = model.init_continuous_batching(continuous_batching_config=config, workload_hints=hints)

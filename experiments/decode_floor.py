@@ -88,11 +88,12 @@ def main() -> None:
 def forms_of(model: nn.Module) -> list[Form]:
     """Every form of the model's products."""
     calls: list[nn.Linear] = []
-    handles = [
-        module.register_forward_pre_hook(lambda module, _: calls.append(module))
-        for module in model.modules()
-        if isinstance(module, nn.Linear)
-    ]
+
+    def note(module: nn.Module, _: object) -> None:
+        if isinstance(module, nn.Linear):
+            calls.append(module)
+
+    handles = [module.register_forward_pre_hook(note) for module in model.modules()]
     with torch.no_grad(), record_linear_groups(model) as groups:
         model(input_ids=torch.tensor([[1, 2, 3]]), use_cache=False)
     for handle in handles:

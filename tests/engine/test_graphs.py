@@ -374,7 +374,7 @@ def test_what_was_replaced_in_a_pause_is_captured_anew(model, oracle, capturer, 
     with tools.running(model, **SIZES) as manager:
         before = answer(manager, tools, prompt)
         captures = manager.stats().captures
-        with manager.pause(reset_prefix_cache=True):
+        with manager.pause():
             change(model, other)
         gc.collect()
         after = answer(manager, tools, prompt)
