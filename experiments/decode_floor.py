@@ -28,6 +28,8 @@ from cbtriton.workloads import Lengths, Synthetic
 
 # oneDNN chooses a memory order for this many rows, as the engine has it do.
 _ROWS_HINT = 16
+# Passes of each form in a turn.
+_PASSES = 3
 
 Product = Callable[[Tensor], Tensor]
 
@@ -139,23 +141,23 @@ def compare(model: Any, forms: Sequence[Form], num_running: int, arguments: argp
     for turn in engine_turns(model, num_running, arguments):
         steps += turn
         for form in forms:
-            floors[form.name].append(seconds_of(form, inputs))
+            floors[form.name] += seconds_of(form, inputs)
     # The first turn warms up what runs for the first time.
-    medians = {name: median(seconds[1:]) for name, seconds in floors.items()}
+    medians = {name: median(seconds[_PASSES:]) for name, seconds in floors.items()}
     step = median(steps[arguments.steps :])
     return Comparison(medians, step, step / min(medians.values()))
 
 
 @torch.no_grad()
-def seconds_of(form: Form, inputs: dict[int, Tensor]) -> float:
-    """The faster of two passes over all products."""
+def seconds_of(form: Form, inputs: dict[int, Tensor]) -> list[float]:
+    """Seconds of each of a turn's passes over all products."""
     passes = []
-    for _ in range(2):
+    for _ in range(_PASSES):
         started = time.perf_counter()
         for multiply, size in form.products:
             multiply(inputs[size])
         passes.append(time.perf_counter() - started)
-    return min(passes)
+    return passes
 
 
 def engine_turns(model: Any, num_running: int, arguments: argparse.Namespace) -> Iterator[list[float]]:
