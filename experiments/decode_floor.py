@@ -49,17 +49,20 @@ class Form:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Medians over the turns, in ms.
+    """Medians over the turns, in seconds.
 
     Attributes:
         floors: Each form of the products, by its name.
         step: A decode step of the engine.
-        ratio: The step over the fastest form.
     """
 
     floors: dict[str, float]
     step: float
-    ratio: float
+
+    @property
+    def ratio(self) -> float:
+        """The step over the fastest form."""
+        return self.step / min(self.floors.values())
 
 
 def main() -> None:
@@ -144,8 +147,7 @@ def compare(model: Any, forms: Sequence[Form], num_running: int, arguments: argp
             floors[form.name] += seconds_of(form, inputs)
     # The first turn warms up what runs for the first time.
     medians = {name: median(seconds[_PASSES:]) for name, seconds in floors.items()}
-    step = median(steps[arguments.steps :])
-    return Comparison(medians, step, step / min(medians.values()))
+    return Comparison(medians, median(steps[arguments.steps :]))
 
 
 @torch.no_grad()

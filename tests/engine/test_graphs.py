@@ -358,12 +358,12 @@ def replace_module(model, other):
 
 def add_hook(model, other):
     for each in (model, other):
-        each.model.layers[1].mlp.register_forward_hook(lambda module, args, output: 3 * output)
+        each.model.layers[0].mlp.register_forward_hook(lambda module, args, output: 3 * output)
 
 
 def replace_forward(model, other):
     for each in (model, other):
-        mlp = each.model.layers[1].mlp
+        mlp = each.model.layers[0].mlp
         mlp.forward = lambda x, mlp=mlp: 3 * type(mlp).forward(mlp, x)
 
 
