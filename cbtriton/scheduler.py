@@ -96,18 +96,19 @@ class SchedulerLimits:
         max_batch_tokens: Query tokens per step.
         max_requests: Requests that run at once, which is also the number of rows of the request table.
         safety_margin: Share of all blocks below which no new prefill starts, 0…1.
-        max_decode_blocks: Longest context, in blocks, that the decode path takes; 0 turns it off.
+        max_decode_tokens: Longest context that the decode path takes; 0 turns it off.
     """
 
     max_batch_tokens: int
     max_requests: int
     safety_margin: float
-    max_decode_blocks: int
+    max_decode_tokens: int
 
     @classmethod
     def of(cls, config: EngineConfig) -> SchedulerLimits:
         """The budgets that an engine's configuration describes."""
-        return cls(config.max_batch_tokens, config.max_requests, config.safety_margin, config.max_decode_blocks)
+        max_decode_tokens = config.max_decode_blocks * config.page_size
+        return cls(config.max_batch_tokens, config.max_requests, config.safety_margin, max_decode_tokens)
 
 
 @dataclass(slots=True)
@@ -140,7 +141,7 @@ class _Share:
     count: int
     table_update: BlockTableUpdate | None
     row_start: RowStart | None = None
-    block_copy: BlockCopy | None = None
+    block_copies: tuple[BlockCopy, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +150,7 @@ class _Prefix:
 
     num_tokens: int
     is_fork: bool
-    block_copy: BlockCopy | None
+    block_copies: tuple[BlockCopy, ...]
 
 
 @dataclass(slots=True)
@@ -301,6 +302,7 @@ class Scheduler:
             wanted = min(request.num_remaining, draft.budget)
             if row is None or wanted <= 0 or self._last_token_is_in_flight(request):
                 continue
+            self._blocks.leave_window(request.request_id, request.num_computed)
             count = self._make_room(request, wanted, draft)
             if count > 0:
                 draft.grant(self._share(request, row, count))
@@ -311,14 +313,14 @@ class Scheduler:
     def _make_room(self, request: Request, wanted: int, draft: _Draft) -> int:
         """How many of `wanted` tokens the request can run, after preempting newer requests as far as needed."""
         while True:
-            room = self._blocks.num_addable_tokens(request.request_id, request.num_computed)
-            if room >= wanted:
-                return wanted
+            room = self._blocks.num_addable_tokens(request.request_id, request.num_computed, wanted)
+            if room == wanted:
+                return room
             victim = next(reversed(self._running.values()))
             if victim is request:
                 # Nobody is newer. It waits with what it has: an older request takes its blocks if it needs them,
                 # and the oldest one always gets on, so somebody does.
-                return max(room, 0)
+                return room
             self._preempt(victim, draft)
 
     def _preempt(self, victim: Request, draft: _Draft) -> None:
@@ -334,7 +336,7 @@ class Scheduler:
         num_tokens = min(victim.num_computed, victim.num_tokens - 1)
         if num_tokens == 0 or self._blocks.is_outdated(request_id):
             return
-        block_ids = self._blocks.block_ids(request_id)[: self._blocks.num_blocks_for(num_tokens)]
+        block_ids = self._blocks.seen_blocks(request_id, num_tokens)
         self.counters.offloads += self._host_blocks.offload(request_id, block_ids, num_tokens)
 
     def _return_to_queue(self, request: Request) -> None:
@@ -353,24 +355,27 @@ class Scheduler:
         """Starts a waiting request if memory allows; never preempts for it."""
         blocks = self._blocks
         # A request that would run alone always passes, here and below: all blocks are available, and it fits them.
-        if blocks.num_available < max(int(self._limits.safety_margin * blocks.num_blocks), 1):
+        if blocks.num_available < max(int(self._limits.safety_margin * blocks.num_blocks), blocks.num_groups):
             return False
         token_ids = request.token_ids
         prefix = self._attach_prefix(request, token_ids, draft)
         # All that is known must fit: a prompt that stops half-way only takes memory from others.
-        if blocks.num_addable_tokens(request.request_id, num_tokens=0) < len(token_ids):
+        num_missing = blocks.num_missing_blocks(request.request_id, len(token_ids), self._limits.max_batch_tokens)
+        if num_missing > blocks.num_available:
             blocks.release(request.request_id)
             return False
         self._count_admission(len(token_ids), prefix)
         num_restored = self._restore(request, prefix)
         row = self._enter_row(request, prefix.num_tokens, num_restored)
-        num_new = len(token_ids) - request.num_computed
-        share = self._share(request, row, min(num_new, draft.budget))
-        share.table_update = BlockTableUpdate(row, 0, blocks.block_ids(request.request_id))
+        wanted = min(len(token_ids) - request.num_computed, draft.budget)
+        # Fewer only where the whole pool is too small for what layers with windows hold in such a step.
+        count = blocks.num_addable_tokens(request.request_id, request.num_computed, wanted)
+        share = self._share(request, row, count)
+        share.table_update = BlockTableUpdate(row, blocks.entries(request.request_id))
         share.row_start = RowStart(
             row, token_ids, len(request.prompt_ids), request.sampling, request.stop.eos_token_ids
         )
-        share.block_copy = prefix.block_copy
+        share.block_copies = prefix.block_copies
         draft.grant(share)
         self._index(share)
         return True
@@ -381,10 +386,10 @@ class Scheduler:
         if parent is not None:
             # The prompt's last token is computed again: the child draws its own first token from it.
             num_tokens = len(request.prompt_ids) - 1
-            block_copy = self._blocks.fork(parent.request_id, request.request_id, num_tokens)
-            return _Prefix(num_tokens, is_fork=True, block_copy=block_copy)
+            block_copies = self._blocks.fork(parent.request_id, request.request_id, num_tokens)
+            return _Prefix(num_tokens, is_fork=True, block_copies=block_copies)
         match = self._blocks.match_prefix(token_ids, request.cache_salt)
-        return _Prefix(self._blocks.start(request.request_id, match), is_fork=False, block_copy=None)
+        return _Prefix(self._blocks.start(request.request_id, match), is_fork=False, block_copies=())
 
     def _parent_to_fork(self, request: Request, draft: _Draft) -> Request | None:
         """The request's parent if its cache holds this request's prompt."""
@@ -393,6 +398,8 @@ class Scheduler:
             return None
         # Copies come before the step: a parent that resumes in it may rest on blocks that the step has yet to write.
         if draft.admits(parent.request_id) or parent.is_restoring or self._blocks.is_outdated(parent.request_id):
+            return None
+        if not self._blocks.can_fork(parent.request_id, len(request.prompt_ids) - 1):
             return None
         # Once the parent has ended, its id may name a request that is no relation.
         is_related = parent.prompt_ids == request.prompt_ids and parent.cache_salt == request.cache_salt
@@ -407,9 +414,10 @@ class Scheduler:
             return 0
         # A request that forks holds its whole prompt, and one that was off-loaded before its first token less: here
         # the prefix is whole blocks.
-        num_cached_blocks = self._blocks.num_blocks_held(request_id)
-        self._blocks.extend(request_id, num_tokens)
-        self._host_blocks.restore(request_id, self._blocks.block_ids(request_id), num_cached_blocks)
+        self._blocks.leave_window(request_id, num_tokens)
+        cached = self._blocks.block_ids(request_id)
+        self._blocks.extend(request_id, num_tokens, num_tokens)
+        self._host_blocks.restore(request_id, self._blocks.seen_blocks(request_id, num_tokens), cached)
         num_restored = num_tokens - prefix.num_tokens
         self.counters.restores += 1
         self.counters.restored_tokens += num_restored
@@ -450,21 +458,17 @@ class Scheduler:
     def _share(self, request: Request, row: int, count: int) -> _Share:
         """The request's next `count` tokens, with the blocks that they need."""
         start = request.num_computed
-        added = self._blocks.extend(request.request_id, start + count)
-        update = None
-        if added:
-            first_index = self._blocks.num_blocks_held(request.request_id) - len(added)
-            update = BlockTableUpdate(row, first_index, added)
-        return _Share(request, row, start, count, update)
+        added = self._blocks.extend(request.request_id, start, start + count)
+        return _Share(request, row, start, count, BlockTableUpdate(row, added) if added else None)
 
     def _index(self, share: _Share) -> None:
-        request, page_size = share.request, self._blocks.page_size
+        request = share.request
         if request.is_restoring:
             return
         # The host learns a token in flight one step late, and so that the block it completes is whole.
         num_known = min(share.start + share.count, request.num_tokens)
-        # Decodes complete a block once in `page_size` steps: skip the others before building the token list.
-        if num_known // page_size > (num_known - share.count) // page_size:
+        # Decodes complete a page once in `page_size` steps: skip the others before building the token list.
+        if self._blocks.completes_page(num_known - share.count, num_known):
             self._blocks.index_blocks(request.request_id, request.token_ids, num_known)
 
     def _freeze(self, draft: _Draft) -> BatchPlan:
@@ -486,9 +490,8 @@ class Scheduler:
                 table_updates.append(share.table_update)
             if share.row_start is not None:
                 row_starts.append(share.row_start)
-            if share.block_copy is not None:
-                block_copies.append(share.block_copy)
-        is_decode = num_tokens == len(rows) and max_seq_len <= self._limits.max_decode_blocks * self._blocks.page_size
+            block_copies += share.block_copies
+        is_decode = num_tokens == len(rows) and max_seq_len <= self._limits.max_decode_tokens
         return BatchPlan(
             path="decode" if is_decode else "varlen",
             rows=tuple(rows),
