@@ -156,6 +156,7 @@ class BlockManager:
         self._in_heap = set(self._free_heap)
         self._cached: OrderedDict[int, None] = OrderedDict()
         self._num_cached = 0
+        self._pinned: dict[str, frozenset[int]] = {}
         self._indexed: dict[int, _Indexed] = {}
         # For each kind, the bundle of each digest; the content behind a digest is the same for all kinds.
         self._indexes: list[dict[bytes, Bundle]] = [{} for _ in self._kinds]
@@ -178,6 +179,16 @@ class BlockManager:
     def num_in_use(self) -> int:
         """Blocks referenced by at least one block table."""
         return self.num_blocks - self.num_available
+
+    @property
+    def num_pinned(self) -> int:
+        """Blocks that stay in use although no request needs them; see `pin`."""
+        return len(frozenset().union(*self._pinned.values()))
+
+    @property
+    def num_unpinned(self) -> int:
+        """Blocks that requests can have when they are alone."""
+        return self.num_blocks - self.num_pinned
 
     @property
     def num_groups(self) -> int:
@@ -237,6 +248,10 @@ class BlockManager:
             low, high = (middle, high) if fits(middle) else (low, middle - 1)
         return low
 
+    def peak_blocks(self, num_tokens: int, step_tokens: int) -> int:
+        """Most blocks that a request of `num_tokens` tokens holds at a time, if a step runs `step_tokens` at most."""
+        return sum(kind.num_groups * kind.peak_pages(num_tokens, step_tokens) for kind in self._kinds)
+
     def num_missing_blocks(self, request_id: str, num_tokens: int, step_tokens: int) -> int:
         """Blocks that the request needs beyond those it holds to run all of `num_tokens` tokens.
 
@@ -246,8 +261,8 @@ class BlockManager:
             step_tokens: Most of them that run in one step; fewer do where the whole pool is too small for that.
         """
         tables = self._tables[request_id].kinds
-        needed = sum(kind.num_groups * kind.peak_pages(num_tokens, step_tokens) for kind in self._kinds)
-        return min(needed, self.num_blocks) - sum(len(bundle) for table in tables for bundle in table.bundles)
+        needed = min(self.peak_blocks(num_tokens, step_tokens), self.num_unpinned)
+        return needed - sum(len(bundle) for table in tables for bundle in table.bundles)
 
     def match_prefix(self, token_ids: Sequence[int], cache_salt: str | None = None) -> PrefixMatch:
         """The longest cached prefix of `token_ids` that leaves at least one token to compute.
@@ -428,6 +443,21 @@ class BlockManager:
         # Last tokens first: of one prefix, the end is evicted before the beginning.
         for _, _, bundle in sorted(held, reverse=True):
             self._let_go(bundle)
+
+    def pin(self, name: str, match: PrefixMatch) -> None:
+        """Keeps a cached prefix, as far as later tokens see it, until `unpin`.
+
+        Args:
+            name: Whose prefix it is; no request may have that name meanwhile.
+            match: The prefix.
+        """
+        self.start(name, match)
+        self._pinned[name] = self.block_ids(name)
+
+    def unpin(self, name: str) -> None:
+        """Gives up a pinned prefix: from now on its blocks are cached like others."""
+        del self._pinned[name]
+        self.release(name)
 
     def reset_prefix_cache(self) -> int:
         """Forgets every indexed prefix, also those that running requests still use (they keep their blocks).

@@ -152,6 +152,11 @@ class CacheLayout:
         """Tokens per page of each group."""
         return tuple(kind.page_size for kind in self.kinds for _ in range(kind.num_groups))
 
+    @property
+    def alignment(self) -> int:
+        """Cached prefixes are multiples of so many tokens: whole pages of every kind."""
+        return lcm(*(kind.page_size for kind in self.kinds))
+
     def max_pages(self, num_tokens: int) -> int:
         """Most pages that `num_tokens` tokens reach into in any group: the width of a block table."""
         return max(kind.num_pages(num_tokens) for kind in self.kinds)
@@ -159,6 +164,12 @@ class CacheLayout:
     def peak_blocks(self, num_tokens: int, step_tokens: int) -> int:
         """Most blocks that a request of `num_tokens` tokens holds at a time; see `GroupKind.peak_pages`."""
         return sum(kind.num_groups * kind.peak_pages(num_tokens, step_tokens) for kind in self.kinds)
+
+    def pinned_blocks(self, num_tokens: int) -> int:
+        """Blocks that hold what later tokens see of a prefix of `num_tokens` tokens, whole pages of every kind."""
+        return sum(
+            kind.num_groups * (kind.num_pages(num_tokens) - kind.first_seen_page(num_tokens)) for kind in self.kinds
+        )
 
     def num_fitting_tokens(self, num_blocks: int, at_most: int) -> int:
         """Tokens of the longest sequence up to `at_most` that can run alone in `num_blocks` blocks."""

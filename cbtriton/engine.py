@@ -211,6 +211,10 @@ class Engine:
         self._scheduler.add(request)
         self._stats.requests_added += 1
 
+    def unpin(self, request_id: str) -> None:
+        """Lets the prompt of a request that pinned it be evicted like others; unknown ids have no effect."""
+        self._scheduler.unpin(request_id)
+
     def cancel(self, request_id: str) -> list[GenerationOutput]:
         """Ends a request now; returns its final output, or nothing if it is unknown."""
         return self._scheduler.cancel(request_id)
@@ -342,6 +346,7 @@ class Engine:
             prefix_queried_tokens=counters.prefix_queried_tokens,
             blocks_in_use=self._blocks.num_in_use,
             blocks_cached=self._blocks.num_cached,
+            blocks_pinned=self._blocks.num_pinned,
             blocks_free=self._blocks.num_available - self._blocks.num_cached,
             num_running=self._scheduler.num_running,
             num_waiting=self._scheduler.num_waiting,

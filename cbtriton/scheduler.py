@@ -204,6 +204,8 @@ class Scheduler:
         self._waiting: deque[Request] = deque()
         # Requests that wait for the prompt of their parent, by its id.
         self._children: dict[str, list[Request]] = {}
+        # Requests whose prompts stay in the cache, by id; those that have ended hold a pin there.
+        self._pins: dict[str, Request] = {}
         # In order of admission: the last one is the newest and the first to be preempted.
         self._running: dict[str, Request] = {}
         self._free_rows = list(range(limits.max_requests - 1, -1, -1))
@@ -231,7 +233,9 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Takes a request in. It must fit the cache on its own (the manager checks).
 
-        A request with a `parent_id` waits until the parent's prompt is computed and forks its cache.
+        A request with a `parent_id` waits until the parent's prompt is computed and forks its cache. One that pins its
+        prompt ends with an error where another request that is here would not have enough blocks any more; when cached
+        prefixes are forgotten, it runs again.
 
         Raises:
             ValueError: The id is in flight.
@@ -239,11 +243,18 @@ class Scheduler:
         if request.request_id in self._requests:
             raise ValueError(f"request id {request.request_id!r} is in flight; use another id or wait for its result")
         self._requests[request.request_id] = request
+        if request.is_pin:
+            self._pins[request.request_id] = request
         if request.parent_id in self._requests:
             self._children.setdefault(request.parent_id, []).append(request)
         else:
             self._waiting.append(request)
         self.counters.prompt_tokens += len(request.prompt_ids)
+
+    def unpin(self, request_id: str) -> None:
+        """Lets a pinned prompt be evicted like others, even one that is yet to be computed; unknown ids do nothing."""
+        if request_id in self._pins and self._pins.pop(request_id).is_terminal:
+            self._blocks.unpin(request_id)
 
     def cancel(self, request_id: str) -> list[GenerationOutput]:
         """Ends a request and the children that still wait for its prompt. Unknown ids have no effect.
@@ -267,9 +278,27 @@ class Scheduler:
         return [self._end(request, RequestStatus.FAILED, "error", error) for request in list(self._requests.values())]
 
     def reset_prefix_cache(self) -> None:
-        """Forgets all cached prefixes and what preempted requests computed; running ones keep what they have."""
+        """Forgets all cached prefixes and what preempted requests computed; running ones keep what they have.
+
+        Pinned prompts are computed again, before anything else that waits.
+        """
         self._blocks.reset_prefix_cache()
         self._host_blocks.clear()
+        for request_id, pinned in reversed(self._pins.items()):
+            if pinned.row is not None:
+                self._return_to_queue(pinned)
+            elif pinned.is_terminal:
+                self._blocks.unpin(request_id)
+                again = Request(
+                    request_id,
+                    pinned.prompt_ids,
+                    pinned.sampling,
+                    pinned.stop,
+                    cache_salt=pinned.cache_salt,
+                    is_pin=True,
+                )
+                self._pins[request_id] = self._requests[request_id] = again
+                self._waiting.appendleft(again)
 
     # --------------------------------------------------------------------------------------------- planning
 
@@ -355,7 +384,7 @@ class Scheduler:
         """Starts a waiting request if memory allows; never preempts for it."""
         blocks = self._blocks
         # A request that would run alone always passes, here and below: all blocks are available, and it fits them.
-        if blocks.num_available < max(int(self._limits.safety_margin * blocks.num_blocks), blocks.num_groups):
+        if blocks.num_available < max(int(self._limits.safety_margin * blocks.num_unpinned), blocks.num_groups):
             return False
         token_ids = request.token_ids
         prefix = self._attach_prefix(request, token_ids, draft)
@@ -577,6 +606,11 @@ class Scheduler:
         self._host_blocks.free(request.request_id)
         self._queue_children(request.request_id)
         del self._requests[request.request_id]
+        if request.request_id in self._pins and status == RequestStatus.FINISHED:
+            error = self._hold_pin(request)
+            status, reason = (RequestStatus.FAILED, "error") if error else (status, reason)
+        if status != RequestStatus.FINISHED:
+            self._pins.pop(request.request_id, None)
         request.status = status
         request.finish_reason = reason
         request.error = error
@@ -585,3 +619,19 @@ class Scheduler:
         self.counters.requests_failed += status == RequestStatus.FAILED
         self.counters.requests_cancelled += status == RequestStatus.CANCELLED
         return request.to_output()
+
+    def _hold_pin(self, request: Request) -> str | None:
+        """Pins the prompt of a request that has just ended; returns why that cannot be."""
+        blocks = self._blocks
+        # One more token than there is: all of the prompt may match.
+        blocks.pin(request.request_id, blocks.match_prefix([*request.prompt_ids, 0], request.cache_salt))
+        for other in self._requests.values():
+            needed = blocks.peak_blocks(len(other.prompt_ids) + other.stop.max_new_tokens - 1, 1)
+            if needed > blocks.num_unpinned:
+                num_left = blocks.num_unpinned
+                blocks.unpin(request.request_id)
+                return (
+                    f"pinning this prefix would leave {num_left} of {blocks.num_blocks} blocks, and request "
+                    f"{other.request_id!r} needs {needed}; pin it when that has ended, or raise num_blocks"
+                )
+        return None

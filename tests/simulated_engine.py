@@ -151,6 +151,8 @@ class SimulatedEngine:
         self.updates: list[GenerationOutput] = []
         self.finals: list[GenerationOutput] = []
         self.requests: list[Request] = []
+        # Blocks of each pinned prompt.
+        self.pins: dict[str, int] = {}
         self._in_flight: deque[tuple[BatchPlan, StepResult]] = deque()
         self._rows: dict[int, DeviceRow] = {}
         # By row and group.
@@ -163,8 +165,9 @@ class SimulatedEngine:
 
     @property
     def capacity(self) -> int:
-        """Tokens that fit the cache."""
-        return self.layout.num_fitting_tokens(self.blocks.num_blocks, self.blocks.num_blocks * self.blocks.largest_page)
+        """Tokens that fit the cache beside what is pinned, or about to be."""
+        num_blocks = self.blocks.num_blocks - sum(self.pins.values())
+        return self.layout.num_fitting_tokens(num_blocks, self.blocks.num_blocks * self.blocks.largest_page)
 
     def add(
         self,
@@ -192,6 +195,24 @@ class SimulatedEngine:
         self.scheduler.add(request)
         self.requests.append(request)
         return request
+
+    def pin(self, request_id: str, prompt: Sequence[int], salt: str | None = None) -> bool:
+        """Pins a prompt of whole pages, if there is room for it beside what any request needs. Ids begin with `pin`."""
+        num_blocks = self.layout.pinned_blocks(len(prompt))
+        open_requests = [request for request in self.requests if not request.is_terminal]
+        longest = max([1, *(len(r.prompt_ids) + r.stop.max_new_tokens - 1 for r in open_requests)])
+        needed = max(self.layout.peak_blocks(len(prompt), 1), num_blocks + self.layout.peak_blocks(longest, 1))
+        if needed > self.blocks.num_blocks - sum(self.pins.values()):
+            return False
+        self.pins[request_id] = num_blocks
+        stop, sampling = StopRules(1, frozenset()), SamplingParams()
+        self.scheduler.add(Request(request_id, list(prompt), sampling, stop, cache_salt=salt, is_pin=True))
+        return True
+
+    def unpin(self, request_id: str) -> None:
+        """Gives a pinned prompt up."""
+        del self.pins[request_id]
+        self.scheduler.unpin(request_id)
 
     def add_family(self, request_id: str, prompt: Sequence[int], max_new_tokens: int, size: int, **kwargs) -> None:
         """Adds a request with `size - 1` children, each with a seed of its own."""
@@ -245,6 +266,7 @@ class SimulatedEngine:
         self._deliver(self.scheduler.commit(*self._in_flight.popleft()))
 
     def _deliver(self, outputs: list[GenerationOutput]) -> None:
+        outputs = [output for output in outputs if not output.request_id.startswith("pin")]
         self.updates += outputs
         self.finals += [output for output in outputs if output.is_finished()]
 
@@ -391,6 +413,7 @@ class SimulatedEngine:
         self.blocks.check_invariants()
         self.host_blocks.check_invariants()
         waiting = {request.request_id for request in self.requests if request.row is None and not request.is_terminal}
+        waiting |= {request.request_id for request in self.scheduler._waiting}
         assert set(self.host_blocks._offloaded) <= waiting, "a request that does not wait holds host blocks"
         assert self.blocks.num_available + self.blocks.num_in_use == self.blocks.num_blocks
         assert self.blocks.num_cached <= self.blocks.num_available
@@ -400,13 +423,15 @@ class SimulatedEngine:
                     "a request without blocks has computed tokens"
                 )
         ended = [output.request_id for output in self.finals]
-        num_open = self.scheduler.num_running + self.scheduler.num_waiting
+        num_pinning = sum(request.is_pin for request in self.scheduler._requests.values())
+        num_open = self.scheduler.num_running + self.scheduler.num_waiting - num_pinning
         assert len(ended) + num_open == len(self.requests), "a request was lost or ended twice"
 
     def check_end(self) -> None:
         """What holds once nothing is left to do."""
         assert not self.scheduler.has_requests
-        assert self.scheduler.num_running == self.scheduler.num_waiting == self.blocks.num_in_use == 0
+        assert self.scheduler.num_running == self.scheduler.num_waiting == 0
+        assert self.blocks.num_in_use == self.blocks.num_pinned <= sum(self.pins.values())
         assert self.host_blocks.num_in_use == 0
         # Ids may be used again, but only one after the other.
         assert sorted(output.request_id for output in self.finals) == sorted(r.request_id for r in self.requests)

@@ -362,6 +362,11 @@ def test_any_course_of_events_gives_each_request_the_tokens_it_gets_alone(simula
                 victim = rng.choice(is_open)
                 happened["cancelled while off-loaded"] += engine.host_blocks.num_tokens(victim.request_id) > 0
                 engine.cancel(victim.request_id)
+            if engine.blocks.share_blocks and rng.random() < 0.05:
+                pages = rng.randint(1, 3) * engine.layout.alignment
+                happened["pinned"] += engine.pin(f"pin{index}", (BEGINNINGS[0] * 3)[:pages])
+            if engine.pins and rng.random() < 0.05:
+                engine.unpin(rng.choice(list(engine.pins)))
             if rng.random() < 0.03:
                 happened["reset while off-loaded"] += engine.host_blocks.num_in_use > 0
                 engine.change_weights()
