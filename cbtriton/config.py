@@ -11,7 +11,7 @@ import dataclasses
 import json
 import math
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
@@ -331,9 +331,8 @@ class ModelFacts:
         max_position_embeddings: Positions that the model was made for; None where it names no limit.
         cached_layers: What each attention call keeps of a token, in the order of the calls; those that read what
             another one keeps are left out.
-        num_layers: Decoder layers.
-        hidden_size: Width of the residual stream.
-        intermediate_size: Width of the feed-forward layer.
+        activation_bytes_per_token: Bytes of what a forward pass holds at a time for each token, beside weights, cache
+            and logits.
         device_type: Such as "cpu" or "cuda".
         available_memory_bytes: Memory that this process may still take on the device.
         available_host_memory_bytes: Memory that it may still take on the host; on a CPU, the same memory.
@@ -346,9 +345,7 @@ class ModelFacts:
     num_embeddings: int
     max_position_embeddings: int | None
     cached_layers: tuple[CachedLayer, ...]
-    num_layers: int
-    hidden_size: int
-    intermediate_size: int
+    activation_bytes_per_token: int
     device_type: str
     available_memory_bytes: int
     available_host_memory_bytes: int = 0
@@ -356,10 +353,14 @@ class ModelFacts:
     has_repeated_layers: bool = False
     has_graphs: bool = False
 
-    @property
-    def activation_bytes_per_token(self) -> int:
-        """Bytes of one token's live activations: in fp32 about 8 tensors of the hidden width and 4 of the other."""
-        return 4 * (8 * self.hidden_size + 4 * self.intermediate_size)
+
+@dataclass(frozen=True, slots=True)
+class MemoryShare:
+    """What one purpose takes of the device's memory: its name, bytes, and what they are."""
+
+    purpose: str
+    num_bytes: int
+    what: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -447,6 +448,8 @@ class EngineConfig:
         max_queue_size: Requests that may wait to be taken in; 0: unlimited.
         per_request_processors: Whether requests may bring sampling arguments.
         drop_unsupported_processors: Whether unsupported logits processors are dropped with a warning.
+        memory_budget: What the engine takes of the device's memory, by purpose; weights are there already.
+        available_memory_bytes: What there was for it.
         decisions: The choices made for the caller, in the order in which they were made.
     """
 
@@ -477,18 +480,35 @@ class EngineConfig:
     max_queue_size: int
     per_request_processors: bool
     drop_unsupported_processors: bool
+    memory_budget: tuple[MemoryShare, ...] = ()
+    available_memory_bytes: int = 0
     decisions: tuple[Decision, ...] = ()
 
     def describe(self) -> str:
-        """The decisions as a table with aligned columns, one decision a line."""
-        rows = [("field", "asked", "resolved", "why")]
-        rows += [(d.field, str(d.asked), str(d.resolved), d.why) for d in self.decisions]
-        widths = [max(len(row[column]) for row in rows) for column in range(3)]
-        return "\n".join("  ".join([*map(str.ljust, row[:3], widths), row[3]]) for row in rows)
+        """The decisions, and behind them the memory budget, as tables with aligned columns."""
+        decisions = [("field", "asked", "resolved", "why")]
+        decisions += [(d.field, str(d.asked), str(d.resolved), d.why) for d in self.decisions]
+        return _aligned(decisions) + "\n\n" + describe_memory(self.memory_budget, self.available_memory_bytes)
 
     def to_dict(self) -> dict[str, Any]:
         """All fields as plain values that `json.dumps` accepts."""
         return json.loads(json.dumps(dataclasses.asdict(self), default=repr))
+
+
+def describe_memory(budget: Sequence[MemoryShare], available: int) -> str:
+    """A memory budget as a table with aligned columns, beside what is available."""
+    total = sum(share.num_bytes for share in budget)
+    rows = [("memory", "MiB", "what"), *((share.purpose, _mib(share.num_bytes), share.what) for share in budget)]
+    return _aligned([*rows, ("in all", _mib(total), f"of {_mib(available)} available")])
+
+
+def _mib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**20:,.1f}"
+
+
+def _aligned(rows: Sequence[tuple[str, ...]]) -> str:
+    widths = [max(map(len, column)) for column in list(zip(*rows, strict=True))[:-1]]
+    return "\n".join("  ".join([*map(str.ljust, row, widths), row[-1]]) for row in rows)
 
 
 def check_integer(name: str, value: object, minimum: int, maximum: int | None = None) -> int:

@@ -112,6 +112,8 @@ class Engine:
         self._stats = EngineStats(
             blocks_total=config.num_blocks,
             cache_bytes=self._cache.num_bytes,
+            weight_bytes=adapter.weight_bytes,
+            table_bytes=table.num_bytes,
             host_blocks_total=config.num_host_blocks,
             host_cache_bytes=host_cache.num_bytes,
         )

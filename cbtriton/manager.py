@@ -152,16 +152,12 @@ class ContinuousBatchingManager:
         self._must_reset_prefix_cache = False
 
     def _model_facts(self, memory: int) -> ModelFacts:
-        text_config = self._adapter.text_config
-        hidden_size = int(getattr(text_config, "hidden_size", 1024))
         return ModelFacts(
             vocab_size=self._adapter.vocab_size,
             num_embeddings=self._adapter.num_embeddings,
             max_position_embeddings=self._adapter.max_positions,
             cached_layers=self._layout.cached_layers,
-            num_layers=len(self._layout.calls),
-            hidden_size=hidden_size,
-            intermediate_size=_widest(getattr(text_config, "intermediate_size", None)) or 4 * hidden_size,
+            activation_bytes_per_token=self._layout.activation_bytes_per_token,
             device_type=self._adapter.device.type,
             available_memory_bytes=memory,
             available_host_memory_bytes=available_memory_bytes(),
@@ -999,11 +995,6 @@ def check_prompt(input_ids: Any, num_embeddings: int) -> list[int]:
         wrong = lowest if lowest < 0 else highest
         raise ValueError(f"token ids must be from 0 to {num_embeddings - 1} (the model's embedding), got {wrong}")
     return list(input_ids)
-
-
-def _widest(sizes: int | Sequence[int] | None) -> int:
-    """The largest of what may be a size, one for each layer, or nothing."""
-    return max([sizes] if isinstance(sizes, int) else sizes or [0])
 
 
 def _available_memory(device: torch.device) -> int:

@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import count
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from cbtriton.attention import HARMLESS_ARGUMENTS, AttentionCall
 from cbtriton.cache_layout import CachedLayer
@@ -28,6 +31,7 @@ UNDERSTOOD_ARGUMENTS = frozenset({"scaling", "sliding_window", "softcap", "s_aux
 _NAME_PREFIX = "cbtriton_"
 # The dry run only has to be long enough for shapes to be told apart.
 _DRY_RUN_TOKENS = 3
+_MORE_DRY_RUN_TOKENS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,11 +42,13 @@ class ModelLayout:
         calls: Static properties of each attention call, in call order.
         geometries: Shape of the keys and values of each call that owns them, in call order.
         modules: The attention module of each call, in call order.
+        activation_bytes_per_token: Bytes that each further token adds to what the pass held at a time.
     """
 
     calls: tuple[AttentionCall, ...]
     geometries: tuple[LayerGeometry, ...]
     modules: tuple[nn.Module, ...]
+    activation_bytes_per_token: int
 
     @property
     def cached_layers(self) -> tuple[CachedLayer, ...]:
@@ -244,20 +250,20 @@ class ModelAdapter:
 
     @torch.no_grad()
     def inspect_layout(self) -> ModelLayout:
-        """Runs the model once with a recording attention function.
+        """Runs the model with a recording attention function, and again with more tokens to see what these take.
 
         Raises:
             UnsupportedModelError: The model does not route its attention through transformers' interface, or asks
                 for something that the kernels do not do.
         """
         recorder = _Recorder()
-        num_tokens = _DRY_RUN_TOKENS
-        positions = torch.arange(num_tokens, device=self.device)
-        self._switch_attention(recorder.forward)
         self._undo.append(_eval_mode(self.model))
         try:
+            self._switch_attention(recorder.forward)
             with record_linear_groups(self.model) as self._linear_groups:
-                self.forward(torch.zeros_like(positions), positions, positions[-1:])
+                self._dry_run(_DRY_RUN_TOKENS)
+            recorder.stop()
+            few, more = (self._dry_run(_DRY_RUN_TOKENS + number) for number in (0, _MORE_DRY_RUN_TOKENS))
         finally:
             self.detach()
         if not recorder.calls:
@@ -266,7 +272,29 @@ class ModelAdapter:
                 "cannot be paged; use model.generate for it"
             )
         _check_windows(self.text_config, recorder.calls)
-        return ModelLayout(tuple(recorder.calls), tuple(recorder.geometries), tuple(recorder.modules))
+        return ModelLayout(
+            tuple(recorder.calls),
+            tuple(recorder.geometries),
+            tuple(recorder.modules),
+            activation_bytes_per_token=-(-max(0, more - few) // _MORE_DRY_RUN_TOKENS),
+        )
+
+    def _dry_run(self, num_tokens: int) -> int:
+        """Runs the model on so many tokens; returns the most bytes of tensors that it made and held at a time."""
+        positions = torch.arange(num_tokens, device=self.device)
+        with _HeldBytes() as held:
+            # No row samples: logits do not grow with the tokens, and would hide what does.
+            self.forward(torch.zeros_like(positions), positions, positions[:0])
+        return held.peak
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the model's parameters and buffers, each once."""
+        storages = {
+            _address(tensor): tensor.untyped_storage().nbytes()
+            for tensor in (*self.model.parameters(), *self.model.buffers())
+        }
+        return sum(storages.values())
 
     def repeated_layers(self, layout: ModelLayout) -> tuple[nn.Module, ...]:
         """The decoder layers, where the model is a list of them and each attends once; else nothing.
@@ -287,6 +315,52 @@ class ModelAdapter:
         return tuple(dict.fromkeys(owners[module] for module in layout.modules))
 
 
+class _HeldBytes(TorchDispatchMode):
+    """Counts the bytes of tensors that operators make within the context and that are still held, and their peak.
+
+    What an operator needs for itself while it runs is not seen.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak = 0
+        self._now = 0
+        self._num_tensors: Counter[int] = Counter()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        given = {_address(tensor) for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, Tensor)}
+        result = func(*args, **kwargs)
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor):
+                self._note(tensor, is_new=_address(tensor) not in given)
+        return result
+
+    def _note(self, tensor: Tensor, is_new: bool) -> None:
+        address = _address(tensor)
+        # Views are counted as long as what they show was made here.
+        if not is_new and address not in self._num_tensors:
+            return
+        num_bytes = tensor.untyped_storage().nbytes()
+        if self._num_tensors[address] == 0:
+            self._now += num_bytes
+            self.peak = max(self.peak, self._now)
+        self._num_tensors[address] += 1
+        weakref.finalize(tensor, self._forget, address, num_bytes)
+
+    def _forget(self, address: int, num_bytes: int) -> None:
+        self._num_tensors[address] -= 1
+        if self._num_tensors[address] == 0:
+            del self._num_tensors[address]
+            self._now -= num_bytes
+
+
+def _address(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
 class _Recorder:
     """An attention function that notes what it is asked and returns zeros."""
 
@@ -296,10 +370,21 @@ class _Recorder:
         self.geometries: list[LayerGeometry] = []
         # Kept, so that no later tensor can be taken for one of them.
         self._kept: list[tuple[Tensor, Tensor]] = []
+        self._is_recording = True
+
+    def stop(self) -> None:
+        """From now on it holds nothing and only returns zeros."""
+        self._is_recording = False
+        self._kept.clear()
 
     def forward(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
     ) -> tuple[Tensor, None]:
+        if self._is_recording:
+            self._record(module, query, key, value, kwargs)
+        return value.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
+
+    def _record(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, kwargs: Mapping[str, Any]) -> None:
         name = type(module).__name__
         unknown = {key for key, value in kwargs.items() if value is not None} - UNDERSTOOD_ARGUMENTS
         if unknown:
@@ -318,7 +403,6 @@ class _Recorder:
         self.calls.append(AttentionCall(window, softcap, owner))
         self.modules.append(module)
         self._kept.append((key, value))
-        return value.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
 
     def _owner(self, key: Tensor, value: Tensor) -> int:
         """The first call with the same keys and values: some models let layers attend to those of an earlier one."""

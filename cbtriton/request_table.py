@@ -51,3 +51,8 @@ class RequestTable:
         self.seeds = torch.zeros(num_rows, dtype=torch.int64, device=device)
         self.min_positions = torch.zeros(num_rows, dtype=torch.int32, device=device)
         self.eos_ids = torch.full((num_rows, MAX_EOS_IDS), -1, dtype=torch.int32, device=device)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all tensors; on a CPU, tokens take memory only once they are written."""
+        return sum(column.nbytes for column in vars(self).values() if isinstance(column, torch.Tensor))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import secrets
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, TypeVar
@@ -22,8 +22,10 @@ from cbtriton.config import (
     ContinuousBatchingConfig,
     Decision,
     EngineConfig,
+    MemoryShare,
     ModelFacts,
     WorkloadHints,
+    describe_memory,
 )
 
 _Value = TypeVar("_Value")
@@ -35,6 +37,8 @@ _MIN_BATCH_TOKENS = 256
 _MAX_BATCH_TOKENS = 8192
 _MAX_BATCH_TOKENS_CPU = 2048
 _SHARED_MEMORY_DEVICES = ("cpu", "mps")
+# Ids, positions and slots of a token.
+_COLUMN_BYTES = 24
 _Q_INTERVAL = 64
 _KV_INTERVAL = 16384
 _GIB = 2**30
@@ -50,6 +54,72 @@ class _Log:
         """Records why `name` became `resolved`, which is returned."""
         self.decisions.append(Decision(name, asked, resolved, why))
         return resolved
+
+
+@dataclass(frozen=True, slots=True)
+class _Budget:
+    """What an engine takes of the device's memory, as a function of the blocks and of the tokens per step.
+
+    Attributes:
+        facts: The model and the device.
+        layout: What a block is.
+        wanted_requests: Requests that are to run at a time.
+        is_fixed: Whether that many rows are made, even if there are fewer blocks.
+        is_captured: Whether steps are captured: graphs have logits and activations of their own.
+    """
+
+    facts: ModelFacts
+    layout: CacheLayout
+    wanted_requests: int
+    is_fixed: bool
+    is_captured: bool
+
+    def num_requests(self, num_blocks: int) -> int:
+        """Rows of the request table: each running request holds a block in every group."""
+        return (
+            self.wanted_requests
+            if self.is_fixed
+            else min(self.wanted_requests, num_blocks // self.layout.peak_blocks(1, 1))
+        )
+
+    def max_model_len(self, num_blocks: int) -> int:
+        """Tokens of the longest sequence."""
+        # Where every layer has a window, sequences of any length fit; but the tables must end somewhere.
+        at_most = self.facts.max_position_embeddings or num_blocks * max(self.layout.page_sizes)
+        return self.layout.num_fitting_tokens(num_blocks, at_most)
+
+    def shares(self, num_blocks: int, step_tokens: int) -> tuple[MemoryShare, ...]:
+        """What each purpose takes."""
+        facts, layout = self.facts, self.layout
+        requests, length = self.num_requests(num_blocks), self.max_model_len(num_blocks)
+        # One row more, for padding; see `RequestTable`.
+        tables = 4 * (requests + 1) * (length + 1 + len(layout.page_sizes) * layout.max_pages(length))
+        sampled = min(requests, step_tokens)
+        # The model's logits, and what sampling makes of them in float32.
+        logits = sampled * facts.vocab_size * (facts.logits_dtype_bytes + 4)
+        activations = step_tokens * (facts.activation_bytes_per_token + _COLUMN_BYTES)
+        shares = [
+            MemoryShare("cache", num_blocks * layout.block_bytes, f"{num_blocks} blocks of {layout.block_bytes} bytes"),
+            MemoryShare("tables", tables, f"tokens and blocks of {requests} requests of up to {length} tokens"),
+            MemoryShare("logits", logits, f"{sampled} rows that sample, {facts.vocab_size} each"),
+            MemoryShare("activations", activations, f"a step of {step_tokens} tokens"),
+        ]
+        if self.is_captured:
+            shares.append(MemoryShare("graphs", logits + activations, "the same once more"))
+        return tuple(shares)
+
+    def num_bytes(self, num_blocks: int, step_tokens: int) -> int:
+        """What all purposes take."""
+        return sum(share.num_bytes for share in self.shares(num_blocks, step_tokens))
+
+    def largest(self, num_bytes: Callable[[int], int], at_most: int) -> int:
+        """The largest number up to `at_most` for which `num_bytes` is available, else 0; `num_bytes` never falls."""
+        low, high = 0, max(0, at_most)
+        while low < high:
+            middle = (low + high + 1) // 2
+            fits = num_bytes(middle) <= self.facts.available_memory_bytes
+            low, high = (middle, high) if fits else (low, middle - 1)
+        return low
 
 
 def resolve(
@@ -81,9 +151,11 @@ def resolve(
     default_margin = _scheduler_margin(config, scheduler_types)
 
     wanted_requests, requests_why = _wanted_requests(config, hints)
-    num_blocks = _num_blocks(config, hints, facts, layout, wanted_requests, has_logits_processing, log)
-    max_requests = _max_requests(config, layout, wanted_requests, requests_why, num_blocks, log)
-    max_model_len = _max_model_len(config, facts, layout, num_blocks, log)
+    budget = _Budget(facts, layout, wanted_requests, config.max_requests_per_batch is not None, bool(captured_paths))
+    num_blocks = _num_blocks(config, hints, budget, has_logits_processing, log)
+    max_requests = _max_requests(config, budget, requests_why, num_blocks, log)
+    max_model_len = _max_model_len(config, budget, num_blocks, log)
+    max_batch_tokens = _max_batch_tokens(config, budget, num_blocks, log)
     max_decode_blocks = _max_decode_blocks(config, hints, max_model_len, log)
     compiled: dict[_Path, CompileSettings | None] = {path: _compile_settings(config, path) for path in _PATHS}
     padded_paths = _padded_paths(config, compiled, captured_paths, log)
@@ -93,7 +165,7 @@ def resolve(
         cache_layout=layout,
         num_blocks=num_blocks,
         num_host_blocks=_num_host_blocks(config, facts, layout, num_blocks, log),
-        max_batch_tokens=_max_batch_tokens(config, facts, layout, num_blocks, max_requests, log),
+        max_batch_tokens=max_batch_tokens,
         max_requests=max_requests,
         max_blocks_per_request=layout.max_pages(max_model_len),
         max_decode_blocks=max_decode_blocks,
@@ -118,6 +190,8 @@ def resolve(
         max_queue_size=config.max_queue_size,
         per_request_processors=config.per_request_processors,
         drop_unsupported_processors=config.drop_unsupported_processors,
+        memory_budget=budget.shares(num_blocks, max_batch_tokens),
+        available_memory_bytes=facts.available_memory_bytes,
         decisions=tuple(log.decisions),
     )
 
@@ -173,33 +247,34 @@ def _wanted_requests(config: ContinuousBatchingConfig, hints: WorkloadHints) -> 
 
 
 def _num_blocks(
-    config: ContinuousBatchingConfig,
-    hints: WorkloadHints,
-    facts: ModelFacts,
-    layout: CacheLayout,
-    wanted_requests: int,
-    has_logits_processing: bool,
-    log: _Log,
+    config: ContinuousBatchingConfig, hints: WorkloadHints, budget: _Budget, has_logits_processing: bool, log: _Log
 ) -> int:
-    fewest, page = layout.peak_blocks(1, 1), f"a block of {config.page_size} tokens takes {layout.block_bytes} bytes"
+    facts, layout = budget.facts, budget.layout
+    fewest = layout.peak_blocks(1, 1)
     if config.num_blocks is not None:
         if config.num_blocks < fewest:
             raise ValueError(
-                f"num_blocks must be at least {fewest} for this model, which has {fewest} groups of layers with a "
+                f"num_blocks must be at least {fewest} for this model, whose layers are in {fewest} groups with a "
                 f"block each, got {config.num_blocks}"
             )
         return config.num_blocks
     share = _memory_share(config, facts, has_logits_processing, log)
-    block_bytes = layout.block_bytes
-    fitting = int(share * facts.available_memory_bytes) // block_bytes
+    step_tokens = config.max_batch_tokens or _MIN_BATCH_TOKENS
+    at_most = int(share * facts.available_memory_bytes) // layout.block_bytes
+    fitting = budget.largest(lambda number: budget.num_bytes(number, step_tokens), at_most)
     if fitting < fewest:
-        needed = f", a request needs {fewest} of them" if fewest > 1 else ""
+        least = budget.shares(fewest, step_tokens)
         raise ValueError(
-            f"no memory for the cache: {page}{needed}, and {share:g} of the {facts.available_memory_bytes} bytes "
-            f"available hold {fitting} blocks; free memory, lower page_size, raise max_memory_percent or set num_blocks"
+            f"no memory for the cache: {share:g} of the {facts.available_memory_bytes} bytes available may be cache, "
+            f"and {fewest} blocks of {layout.block_bytes} bytes with steps of {step_tokens} tokens take "
+            f"{sum(part.num_bytes for part in least)} bytes in all; free memory, lower page_size, max_batch_tokens or "
+            "max_requests_per_batch, raise max_memory_percent, or set num_blocks\n"
+            f"{describe_memory(least, facts.available_memory_bytes)}"
         )
-    why = f"{share:g} of {facts.available_memory_bytes} bytes available, {block_bytes} bytes per block"
-    for useful, reason in _useful_blocks(config, hints, facts, layout, wanted_requests):
+    why = f"{share:g} of {facts.available_memory_bytes} bytes available, {layout.block_bytes} bytes per block"
+    if fitting < at_most:
+        why = f"what steps of {step_tokens} tokens leave of {facts.available_memory_bytes} bytes available"
+    for useful, reason in _useful_blocks(config, hints, budget):
         if useful < fitting:
             fitting, why = useful, reason
     return log.decide("num_blocks", None, fitting, why)
@@ -251,23 +326,16 @@ def _memory_share(config: ContinuousBatchingConfig, facts: ModelFacts, has_logit
 
 
 def _useful_blocks(
-    config: ContinuousBatchingConfig,
-    hints: WorkloadHints,
-    facts: ModelFacts,
-    layout: CacheLayout,
-    wanted_requests: int,
+    config: ContinuousBatchingConfig, hints: WorkloadHints, budget: _Budget
 ) -> Iterator[tuple[int, str]]:
     """Numbers of blocks beyond which more would stay empty, each with its reason.
 
     Layers with a window could do with fewer for requests that run, but keep what leaves it as cached prefixes.
     """
-    longest = 0
-    if facts.max_position_embeddings is not None:
-        longest = layout.peak_blocks(facts.max_position_embeddings, facts.max_position_embeddings)
-        yield (
-            wanted_requests * longest,
-            f"{wanted_requests} requests of {facts.max_position_embeddings} positions",
-        )
+    longest, layout, positions = 0, budget.layout, budget.facts.max_position_embeddings
+    if positions is not None:
+        longest = layout.peak_blocks(positions, positions)
+        yield budget.wanted_requests * longest, f"{budget.wanted_requests} requests of {positions} positions"
     if hints.max_length > 0 and hints.num_requests > 0:
         # Hints may be wrong, and a manager may outlive them: one request of any length must still fit.
         hinted = hints.num_requests * layout.peak_blocks(hints.max_length + config.page_size, hints.max_length)
@@ -277,24 +345,18 @@ def _useful_blocks(
         )
 
 
-def _max_requests(
-    config: ContinuousBatchingConfig, layout: CacheLayout, wanted: int, why: str, num_blocks: int, log: _Log
-) -> int:
+def _max_requests(config: ContinuousBatchingConfig, budget: _Budget, why: str, num_blocks: int, log: _Log) -> int:
     if config.max_requests_per_batch is not None:
-        return wanted
-    most = num_blocks // layout.peak_blocks(1, 1)
-    if most < wanted:
-        wanted, why = most, "each running request holds at least one block of its own"
-    return log.decide("max_requests_per_batch", None, wanted, why)
+        return config.max_requests_per_batch
+    fitting = budget.num_requests(num_blocks)
+    if fitting < budget.wanted_requests:
+        why = "each running request holds at least one block of its own"
+    return log.decide("max_requests_per_batch", None, fitting, why)
 
 
-def _max_model_len(
-    config: ContinuousBatchingConfig, facts: ModelFacts, layout: CacheLayout, num_blocks: int, log: _Log
-) -> int:
-    # Where every layer has a window, sequences of any length fit; the tables of tokens and blocks must end somewhere.
-    at_most = facts.max_position_embeddings or num_blocks * max(layout.page_sizes)
-    fitting = layout.num_fitting_tokens(num_blocks, at_most)
-    if fitting == facts.max_position_embeddings:
+def _max_model_len(config: ContinuousBatchingConfig, budget: _Budget, num_blocks: int, log: _Log) -> int:
+    fitting = budget.max_model_len(num_blocks)
+    if fitting == budget.facts.max_position_embeddings:
         return log.decide("max_model_len", None, fitting, "the positions of the model")
     return log.decide("max_model_len", None, fitting, f"{num_blocks} blocks of {config.page_size} tokens")
 
@@ -310,29 +372,19 @@ def _max_decode_blocks(config: ContinuousBatchingConfig, hints: WorkloadHints, m
     return log.decide("max_blocks_per_request", None, longest, f"sequences of up to {max_model_len} tokens")
 
 
-def _max_batch_tokens(
-    config: ContinuousBatchingConfig,
-    facts: ModelFacts,
-    layout: CacheLayout,
-    num_blocks: int,
-    max_requests: int,
-    log: _Log,
-) -> int:
+def _max_batch_tokens(config: ContinuousBatchingConfig, budget: _Budget, num_blocks: int, log: _Log) -> int:
     if config.max_batch_tokens is not None:
         return config.max_batch_tokens
-    cache_bytes = num_blocks * layout.block_bytes
-    logits_bytes = max_requests * facts.vocab_size * facts.logits_dtype_bytes
-    room = facts.available_memory_bytes - cache_bytes - logits_bytes
-    fitting = room // facts.activation_bytes_per_token
+    at_most, why = _MAX_BATCH_TOKENS, "the most; memory would hold more"
+    if budget.facts.device_type == "cpu":
+        at_most, why = _MAX_BATCH_TOKENS_CPU, "on a CPU a longer step only delays everybody's next token"
+    fitting = budget.largest(lambda number: budget.num_bytes(num_blocks, number), at_most)
     if fitting < _MIN_BATCH_TOKENS:
-        why = f"the least; {max(0, room)} bytes besides cache and logits"
-        return log.decide("max_batch_tokens", None, _MIN_BATCH_TOKENS, why)
-    if facts.device_type == "cpu" and fitting > _MAX_BATCH_TOKENS_CPU:
-        why = "on a CPU a longer step only delays everybody's next token"
-        return log.decide("max_batch_tokens", None, _MAX_BATCH_TOKENS_CPU, why)
-    if fitting > _MAX_BATCH_TOKENS:
-        return log.decide("max_batch_tokens", None, _MAX_BATCH_TOKENS, "the most; memory would hold more")
-    return log.decide("max_batch_tokens", None, fitting, f"{room} bytes besides cache and logits")
+        room = budget.facts.available_memory_bytes - budget.num_bytes(num_blocks, 0)
+        fitting, why = _MIN_BATCH_TOKENS, f"the least; {room} bytes besides the cache"
+    elif fitting < at_most:
+        why = "what the cache leaves of the memory"
+    return log.decide("max_batch_tokens", None, fitting, why)
 
 
 def _async_depth(config: ContinuousBatchingConfig, captured_paths: tuple[_Path, ...], log: _Log) -> Literal[0, 1]:

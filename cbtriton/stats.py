@@ -69,7 +69,8 @@ class EngineStats:
     they did. `failed_swaps` counts requests that compute again because such a copy failed. `host_blocks_in_use` of
     `host_blocks_total` hold something; all of them take `host_cache_bytes`.
 
-    `blocks_pinned` of the `blocks_in_use` hold pinned prefixes, whether requests use them or not.
+    `blocks_pinned` of the `blocks_in_use` hold pinned prefixes, whether requests use them or not. `table_bytes` are the
+    tokens, blocks and parameters of all requests; `bytes_by_purpose` has all that holds memory between two steps.
     """
 
     steps: int = 0
@@ -110,7 +111,9 @@ class EngineStats:
     host_blocks_total: int = 0
     host_blocks_in_use: int = 0
     host_cache_bytes: int = 0
+    weight_bytes: int = 0
     packed_weight_bytes: int = 0
+    table_bytes: int = 0
     compilations: int = 0
     late_compilations: int = 0
     compile_time: float = 0.0
@@ -119,6 +122,18 @@ class EngineStats:
     capture_time: float = 0.0
     replays: int = 0
     graph_bytes: int = 0
+
+    @property
+    def bytes_by_purpose(self) -> dict[str, int]:
+        """Bytes of memory that are held between two steps, by purpose; on a CPU a cache takes what is written only."""
+        return {
+            "weights": self.weight_bytes,
+            "packed weights": self.packed_weight_bytes,
+            "cache": self.cache_bytes,
+            "host cache": self.host_cache_bytes,
+            "tables": self.table_bytes,
+            "graphs": self.graph_bytes,
+        }
 
     @property
     def prefix_hit_rate(self) -> float:

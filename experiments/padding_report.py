@@ -25,9 +25,7 @@ FACTS = ModelFacts(
     num_embeddings=128256,
     max_position_embeddings=131072,
     cached_layers=(CachedLayer(window=0, key_bytes=1024, value_bytes=1024),) * 16,
-    num_layers=16,
-    hidden_size=2048,
-    intermediate_size=8192,
+    activation_bytes_per_token=4 * (8 * 2048 + 4 * 8192),
     device_type="cuda",
     available_memory_bytes=64 * 2**30,
 )

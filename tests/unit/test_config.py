@@ -22,6 +22,7 @@ from cbtriton.config import (
     Decision,
     EngineConfig,
     KernelConfig,
+    MemoryShare,
     WorkloadHints,
     check_integer,
     check_number,
@@ -332,12 +333,22 @@ def test_engine_config_describes_its_decisions_in_aligned_columns_and_as_json():
         max_queue_size=0,
         per_request_processors=False,
         drop_unsupported_processors=True,
+        memory_budget=(
+            MemoryShare("cache", 3 * 2**30, "12 blocks"),
+            MemoryShare("logits", 2**19, "8 rows"),
+        ),
+        available_memory_bytes=4 * 2**30,
         decisions=decisions,
     )
     assert config.describe().splitlines() == [
         "field           asked         resolved        why",
         "num_blocks      None          12              memory",
         "use_cuda_graph  (True, True)  (False, False)  no graphs",
+        "",
+        "memory  MiB      what",
+        "cache   3,072.0  12 blocks",
+        "logits  0.5      8 rows",
+        "in all  3,072.5  of 4,096.0 available",
     ]
     loaded = json.loads(json.dumps(config.to_dict()))
     assert loaded["num_blocks"] == 12

@@ -14,17 +14,15 @@ from cbtriton.config import CompileSettings, ContinuousBatchingConfig, EngineCon
 from cbtriton.resolve import available_memory_bytes, resolve
 
 SCHEDULERS = {"fifo": 0.15, "prefill_first": 0.0}
-# In bytes: a block of 16 tokens 16 * 100; a token of a step 4 * (8 * 64 + 4 * 128) = 4096; a logits row 400.
+# In bytes: a block of 16 tokens 160,000; a token of a step 76 + 24 = 100; a row of logits 100 * (4 + 4) = 800.
 FACTS = ModelFacts(
     vocab_size=100,
     num_embeddings=100,
     max_position_embeddings=1024,
-    cached_layers=(CachedLayer(0, 30, 20), CachedLayer(0, 30, 20)),
-    num_layers=2,
-    hidden_size=64,
-    intermediate_size=128,
+    cached_layers=(CachedLayer(0, 3000, 2000), CachedLayer(0, 3000, 2000)),
+    activation_bytes_per_token=76,
     device_type="cuda",
-    available_memory_bytes=1_000_000,
+    available_memory_bytes=100_000_000,
 )
 
 
@@ -71,7 +69,7 @@ def test_the_cache_takes_the_documented_share_of_memory(device_type, has_logits_
         has_logits_processing=has_logits_processing,
         max_memory_percent=asked,
     )
-    assert config.num_blocks == int(share * 1_000_000) // 1600
+    assert config.num_blocks == int(share * 100_000_000) // 160_000
     if asked is None:
         assert decision(config, "max_memory_percent").resolved == share
 
@@ -96,15 +94,33 @@ def test_num_blocks_holds_what_can_be_used(settings, hints, blocks):
     assert run(hints=hints, **settings).num_blocks == blocks
 
 
-@pytest.mark.parametrize("available", [0, 1777, -5])
+def tables(requests: int, length: int, width: int) -> int:
+    """Bytes of the tokens and blocks of so many requests and a row of padding."""
+    return 4 * (requests + 1) * (length + 1 + width)
+
+
+def total(config: EngineConfig) -> int:
+    return sum(share.num_bytes for share in config.memory_budget)
+
+
+# One block, the tables of one request of 16 tokens, one row of logits, 256 tokens.
+LEAST = 160_000 + tables(1, 16, 1) + 800 + 256 * 100
+
+
+@pytest.mark.parametrize("available", [0, LEAST - 1, -5])
 def test_no_room_for_a_block_is_an_error_with_the_numbers(available):
-    with pytest.raises(ValueError, match=r"no memory for the cache.*1600 bytes") as raised:
-        run(facts(available_memory_bytes=available))
-    assert str(available) in str(raised.value)
+    message = (
+        rf"1 of the {available} bytes available may be cache, and 1 blocks of 160000 bytes with steps of 256 tokens "
+    )
+    with pytest.raises(ValueError, match=rf"no memory for the cache: {message}take {LEAST} bytes") as raised:
+        run(facts(available_memory_bytes=available), max_memory_percent=1.0)
+    table = str(raised.value).splitlines()[1:]
+    assert [line.split()[0] for line in table] == ["memory", "cache", "tables", "logits", "activations", "in"]
 
 
 def test_one_block_of_room_is_enough():
-    assert run(facts(available_memory_bytes=1778)).num_blocks == 1
+    config = run(facts(available_memory_bytes=LEAST), max_memory_percent=1.0)
+    assert (config.num_blocks, config.max_batch_tokens, total(config)) == (1, 256, LEAST)
 
 
 @pytest.mark.parametrize(
@@ -112,16 +128,56 @@ def test_one_block_of_room_is_enough():
     [
         (10**9, "cuda", 8192),
         (10**9, "cpu", 2048),
-        (100_000, "cuda", 256),
-        # 1024 requests of 64 blocks leave memory over: cache 104857600, logits 409600, then 1000 tokens.
-        (104_857_600 + 409_600 + 4096 * 1000, "cuda", 1000),
-        (104_857_600 + 409_600 + 4096 * 1000 - 1, "cuda", 999),
+        # 10 requests of 64 blocks, their tables and rows of logits, and 1000 tokens.
+        (640 * 160_000 + tables(10, 1024, 64) + 10 * 800 + 100 * 1000, "cuda", 1000),
+        (640 * 160_000 + tables(10, 1024, 64) + 10 * 800 + 100 * 1000 - 1, "cuda", 999),
     ],
 )
 def test_max_batch_tokens_comes_from_the_memory_that_the_cache_leaves(available, device_type, tokens):
-    config = run(facts(available_memory_bytes=available, device_type=device_type), max_memory_percent=1.0)
-    assert config.max_batch_tokens == tokens
+    roomy = facts(available_memory_bytes=available, device_type=device_type)
+    config = run(roomy, max_memory_percent=1.0, max_requests_per_batch=10)
+    assert (config.num_blocks, config.max_batch_tokens) == (640, tokens)
     assert decision(config, "max_batch_tokens").resolved == tokens
+    assert available - total(config) in range(100) or tokens in (2048, 8192)
+
+
+@pytest.mark.parametrize("available", [3_000_000, 30_000_000, 100_000_000])
+@pytest.mark.parametrize("max_batch_tokens", [None, 1, 5000])
+@pytest.mark.parametrize("has_graphs", [True, False])
+def test_all_purposes_together_stay_within_what_is_available(available, max_batch_tokens, has_graphs):
+    asked = {"max_memory_percent": 1.0, "max_batch_tokens": max_batch_tokens}
+    config = run(facts(available_memory_bytes=available, has_graphs=has_graphs), **asked)
+    assert total(config) <= available == config.available_memory_bytes
+    shares = {share.purpose: share.num_bytes for share in config.memory_budget}
+    rows, length = config.max_requests, config.max_model_len
+    sampled = min(rows, config.max_batch_tokens)
+    step = sampled * 800 + config.max_batch_tokens * 100
+    assert shares == {
+        "cache": config.num_blocks * 160_000,
+        "tables": tables(rows, length, config.max_blocks_per_request),
+        "logits": sampled * 800,
+        "activations": config.max_batch_tokens * 100,
+        **({"graphs": step} if has_graphs else {}),
+    }
+    # One more block would not fit.
+    asked = {**asked, "num_blocks": config.num_blocks + 1, "max_batch_tokens": max_batch_tokens or 256}
+    assert total(run(facts(available_memory_bytes=available, has_graphs=has_graphs), **asked)) > available
+
+
+def test_numbers_that_were_asked_for_are_honoured_and_the_budget_tells():
+    config = run(facts(available_memory_bytes=1000), num_blocks=50, max_batch_tokens=300)
+    assert (config.num_blocks, config.max_batch_tokens) == (50, 300)
+    *_, last = config.describe().splitlines()
+    assert last.split() == ["in", "all", f"{total(config) / 2**20:.1f}", "of", "0.0", "available"]
+
+
+def test_a_model_of_many_groups_needs_a_block_in_each():
+    layers = (CachedLayer(8, 3000, 2000),) * 5 + (CachedLayer(0, 3000, 2000),)
+    with pytest.raises(ValueError, match=r"at least 6 for this model, .* in 6 groups with a block each, got 5"):
+        run(facts(cached_layers=layers), num_blocks=5)
+    config = run(facts(cached_layers=layers), num_blocks=60)
+    # A window of 8 reaches into two pages; the other 50 blocks are for the layer that sees everything.
+    assert (config.max_requests, config.max_model_len) == (10, 50 * 16)
 
 
 @pytest.mark.parametrize("tokens", [1, 7, 100_000])

@@ -22,9 +22,7 @@ FACTS = ModelFacts(
     num_embeddings=1000,
     max_position_embeddings=None,
     cached_layers=(CachedLayer(window=0, key_bytes=32, value_bytes=32),),
-    num_layers=2,
-    hidden_size=16,
-    intermediate_size=32,
+    activation_bytes_per_token=1024,
     device_type="cuda",
     available_memory_bytes=2**30,
 )
@@ -174,11 +172,11 @@ def test_graphs_keep_their_results_and_share_the_memory_of_logits_and_activation
     small, large = Bucket("decode", 2, 2, 2, 16), Bucket("varlen", 300, 100, 100, 16)
     # Ids, log-probabilities and flags, of a greedy graph and of the other one.
     results = {small: 2 * (512 + 512 + 512), large: 2 * (1024 + 512 + 512)}
-    only_results = replace(FACTS, vocab_size=0, hidden_size=0, intermediate_size=0)
+    only_results = replace(FACTS, vocab_size=0, activation_bytes_per_token=0)
     assert {bucket: graph_bytes([bucket], only_results) for bucket in results} == {
         bucket: size + 24 * bucket.num_tokens for bucket, size in results.items()
     }
-    shared = 100 * 1000 * 4 + 300 * (24 + 4 * (8 * 16 + 4 * 32))
+    shared = 100 * 1000 * 4 + 300 * (24 + 1024)
     assert graph_bytes([small, large], FACTS) == sum(results.values()) + shared
     assert graph_bytes([], FACTS) == 0
 

@@ -1,0 +1,120 @@
+"""What memory the engine takes is what it says it takes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import Gemma3TextConfig
+
+from cbtriton.manager import ContinuousBatchingManager
+from cbtriton.model_adapter import ModelAdapter, _HeldBytes
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+
+def test_the_meter_counts_what_is_held_at_a_time_and_no_view_twice():
+    given = torch.ones(1000)
+    with _HeldBytes() as held:
+        view = given.view(10, 100)[2:]
+        first = given + 1
+        assert held.peak == 4000
+        same = first.view(10, 100).t()
+        second = first * 2
+        assert held.peak == 8000
+        del first
+        third = second * 2  # the view still holds the first
+        assert held.peak == 12000
+        del same, second, third
+        given.mul_(3)
+        fourth = given + view[0, 0]
+        assert held.peak == 12000
+        del fourth
+    assert held._now == 0
+
+
+def test_activations_are_measured_on_the_model_itself(tools):
+    """A wider feed-forward layer holds more per token; logits of rows that do not sample are no part of it."""
+    measured = {}
+    for width in (128, 4096):
+        for vocab_size in (128, 20_000):
+            model = tools.build(tools.llama_config(intermediate_size=width, vocab_size=vocab_size))
+            layout = ModelAdapter(model, 0).inspect_layout()
+            measured[width, vocab_size] = layout.activation_bytes_per_token
+    assert measured[128, 128] == measured[128, 20_000]
+    # gate, its activation, up and their product are held at a time, or three of them
+    assert 2 * 4 * 4096 <= measured[4096, 128] <= 5 * 4 * 4096
+    assert measured[128, 128] < 20 * 4 * 64
+
+
+def test_the_stats_tell_the_bytes_of_each_purpose(model, tools):
+    manager = ContinuousBatchingManager(model, tools.options(), tools.small(num_blocks=9, cpu_offload_space=0.001))
+    manager.warmup()
+    try:
+        stats, config = manager.stats(), manager.engine_config
+        purposes = stats.bytes_by_purpose
+        block_bytes = 2 * 2 * 16 * 2 * 16 * 4
+        assert purposes["cache"] == 10 * block_bytes  # one is the null block
+        assert purposes["host cache"] == stats.host_blocks_total * block_bytes > 0
+        assert purposes["weights"] == sum(parameter.nbytes for parameter in model.parameters()) + sum(
+            buffer.nbytes for buffer in model.buffers()
+        )
+        assert purposes["graphs"] == 0
+        shares = {share.purpose: share.num_bytes for share in config.memory_budget}
+        assert shares["cache"] == 9 * block_bytes
+        # Parameters of requests are a few bytes each, and not budgeted.
+        assert shares["tables"] <= purposes["tables"] <= shares["tables"] + 200 * (config.max_requests + 1)
+    finally:
+        manager.destroy()
+
+
+@pytest.mark.parametrize("num_layers", [6, 12])
+def test_a_hybrid_model_holds_windows_where_others_hold_everything(tools, num_layers):
+    config = Gemma3TextConfig(
+        hidden_size=32,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        vocab_size=128,
+        intermediate_size=32,
+        max_position_embeddings=2048,
+        num_hidden_layers=num_layers,
+        sliding_window=32,
+        layer_types=([SLIDING] * 5 + [FULL]) * (num_layers // 6),
+    )
+    model = tools.build(config)
+    with tools.gated(model, page_size=16, num_blocks=1000, max_batch_tokens=512) as (manager, gate):
+        manager.add_request(tools.prompt(400), max_new_tokens=20)
+        gate.step(3)
+        block_bytes = manager.engine_config.cache_layout.block_bytes
+        held = manager.stats().blocks_in_use * block_bytes
+        token_bytes = num_layers * 16 * 2 * 4
+        # 26 pages of the full layer, 4 at most of each sliding one; 26 of every layer would be six times as much.
+        assert held <= (26 + 5 * 4) * 16 * token_bytes / 6
+        gate.open()
+
+
+def test_a_hybrid_model_finds_a_shared_prefix(tools):
+    """400 of 410 tokens are shared: the second request computes fewer than one in twenty of its own."""
+    config = Gemma3TextConfig(
+        hidden_size=32,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        vocab_size=128,
+        intermediate_size=32,
+        max_position_embeddings=2048,
+        num_hidden_layers=6,
+        sliding_window=32,
+        layer_types=[SLIDING] * 5 + [FULL],
+        initializer_range=0.3,
+    )
+    model = tools.build(config)
+    prompts = [tools.prompt(400) + tools.prompt(10, seed=seed) for seed in (1, 2)]
+    expected = [tools.plain_greedy(model, prompt, 8) for prompt in prompts]
+    with tools.running(model, page_size=16, num_blocks=1000) as manager:
+        for prompt, answer in zip(prompts, expected, strict=True):
+            request_id = manager.add_request(prompt, max_new_tokens=8)
+            assert manager.get_result(request_id).generated_tokens == answer
+        stats = manager.stats()
+    computed = 410 - stats.prefix_cached_tokens
+    assert 0 < computed < 0.05 * 410
