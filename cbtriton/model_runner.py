@@ -221,7 +221,7 @@ class ModelRunner:
         return self._region == "step" or self._graphs.takes(path)
 
     def _compiled(self, bucket: Bucket) -> AbstractContextManager[None]:
-        self._layers.install(bucket.path)
+        self._layers.begin_step(bucket.path)
         return nullcontext() if self._settings[bucket.path] is None else self.monitor.watch(bucket.name)
 
     def _run(self, inputs: StepInputs, path: Path, num_tokens: int, max_kv: int) -> Outputs:
