@@ -173,6 +173,7 @@ class _SharedGraphs:
         # Dynamo keeps graphs with the code that it traced, and adds to its globals: nobody else's.
         self._traced = FunctionType(_call.__code__.replace(), {"__builtins__": builtins})
         self._compiled = torch.compile(self._traced, **how.arguments())
+        self._is_one_graph = how.fullgraph
         self._functions: dict[CodeType, Callable[..., Any]] = {}
         self._fitting: dict[int, Callable[..., Any]] = {}
         self._checked: set[Callable[..., Any]] = set()
@@ -187,6 +188,9 @@ class _SharedGraphs:
 
     def run(self, index: int, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Calls `forward` of layer `index`, compiled; compiles it where no graph fits."""
+        if not self._is_one_graph:
+            # Whatever comes after a break is found by Dynamo only.
+            return self._compiled(forward, *args, **kwargs)
         graph = self._fitting.get(index)
         if graph not in self._checked:
             graph = self._find({"forward": forward, "args": args, "kwargs": kwargs})
@@ -239,4 +243,5 @@ class _Contents:
 
     @staticmethod
     def _in(places: tuple[dict[Any, Any], ...]) -> tuple[Any, ...]:
-        return tuple(chain.from_iterable(map(dict.values, places)))
+        # Looked at in every step: most are empty.
+        return tuple(chain.from_iterable(map(dict.values, filter(None, places))))
