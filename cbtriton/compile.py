@@ -87,6 +87,8 @@ class CompileMonitor:
                 skip_nnmodule_hook_guards=False,
                 # A model's numbers are constants. Dynamo takes them for variables first, and then starts again.
                 specialize_float=True,
+                # Its keys are formulas of sizes, which take longer than what it saves: a second of a warm start.
+                fake_tensor_cache_enabled=False,
             ),
             # 16-bit models round where they do when not compiled. It costs nothing that could be measured, and without
             # it some logits of a bf16 model were 4 off, as far as bf16 itself is from float32.
