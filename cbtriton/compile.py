@@ -194,7 +194,7 @@ class _SharedGraphs:
             # Whatever comes after a break is found by Dynamo only.
             return self._compiled(forward, *args, **kwargs)
         graph = self._fitting.get(index)
-        if graph not in self._checked:
+        if graph is None or graph not in self._checked:
             graph = self._find({"forward": forward, "args": args, "kwargs": kwargs})
             if graph is None:
                 return self._compiled(forward, *args, **kwargs)

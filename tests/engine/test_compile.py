@@ -229,6 +229,10 @@ def test_new_weights_in_a_pause_need_no_new_graph_and_the_model_is_left_as_it_wa
     assert [set(module.__dict__) for module in model.modules()] == before
 
 
+def flipped(forward):
+    return lambda hidden_states, **kwargs: forward(hidden_states.flip(-1), **kwargs)
+
+
 def test_what_a_pause_changes_on_single_layers_holds(model, tools):
     prompts = [tools.prompt(length) for length in LENGTHS]
 
@@ -245,8 +249,7 @@ def test_what_a_pause_changes_on_single_layers_holds(model, tools):
                 ids = manager.add_requests(prompts, max_new_tokens=NUM_NEW)
                 rounds.append([manager.get_result(name, timeout=tools.patience).generated_tokens for name in ids])
                 with manager.pause(reset_prefix_cache=True):
-                    original = first.forward
-                    first.forward = lambda hidden_states, **kwargs: original(hidden_states.flip(-1), **kwargs)
+                    first.forward = flipped(first.forward)
                     second.mlp.register_forward_hook(lambda module, args, output: 3 * output)
             return *rounds, manager.stats()
         finally:
