@@ -6,15 +6,21 @@ takes a fraction of the seconds, so that is what happens there.
 
 from __future__ import annotations
 
+import builtins
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from functools import cached_property
+from dataclasses import dataclass
+from functools import cached_property, wraps
+from itertools import chain
+from operator import is_
+from types import CodeType, FunctionType
 from typing import Any
 
 import torch
 from torch import nn
 from torch._dynamo import config as dynamo_config
+from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 from torch._dynamo.exc import TorchDynamoException
 from torch._dynamo.utils import counters, get_compilation_metrics
 from torch._inductor import config as inductor_config
@@ -81,6 +87,8 @@ class CompileMonitor:
                 skip_nnmodule_hook_guards=False,
                 # A model's numbers are constants. Dynamo takes them for variables first, and then starts again.
                 specialize_float=True,
+                # Its keys are formulas of sizes, which take longer than what it saves: a second of a warm start.
+                fake_tensor_cache_enabled=False,
             ),
             # 16-bit models round where they do when not compiled. It costs nothing that could be measured, and without
             # it some logits of a bf16 model were 4 off, as far as bf16 itself is from float32.
@@ -101,42 +109,141 @@ class CompileMonitor:
 
 
 class CompiledLayers:
-    """Replaces the `forward` of a model's layers by a compiled one, path by path.
+    """Replaces the `forward` of a model's layers by a compiled one.
 
     Args:
-        layers: The layers. Their code is the same, so each graph serves all of them.
+        layers: The layers, in the order in which they are called. Their code is the same, so each graph serves all of
+            them.
         settings: How each path is compiled; None leaves a path as it is.
     """
 
     def __init__(self, layers: Sequence[nn.Module], settings: Mapping[Path, CompileSettings | None]) -> None:
         self._layers = layers
-        self._compiled: dict[Path, list[Callable[..., Any]]] = {
-            path: [torch.compile(layer.forward, **how.arguments()) for layer in layers]
-            for path, how in settings.items()
-            if how is not None
-        }
-        self._installed: Path | None = None
+        self._graphs = {path: _SharedGraphs(how) for path, how in settings.items() if how is not None}
+        self._current: _SharedGraphs | None = None
         self._originals: list[Callable[..., Any] | None] = []
+        self._contents: _Contents | None = None
 
-    def install(self, path: Path) -> None:
-        """Makes the layers run what was compiled for `path`."""
-        if path == self._installed:
+    def begin_step(self, path: Path) -> None:
+        """Makes the layers run what is compiled for `path`, in one forward pass."""
+        if not self._graphs:
             return
-        self.uninstall()
-        if path not in self._compiled:
-            return
-        self._originals = [layer.__dict__.get("forward") for layer in self._layers]
-        for layer, compiled in zip(self._layers, self._compiled[path], strict=True):
-            layer.forward = compiled
-        self._installed = path
+        self._current = self._graphs.get(path)
+        if self._contents is None:
+            self._install()
+        if self._contents is None or self._contents.have_changed():
+            self._contents = _Contents.of(self._layers)
+            for graphs in self._graphs.values():
+                graphs.forget_layers()
+        if self._current is not None:
+            self._current.begin_step()
 
     def uninstall(self) -> None:
         """Makes the layers run as they were; harmless when nothing is installed."""
-        if self._installed is None:
+        if self._contents is None:
             return
-        self._installed = None
+        self._contents = None
         for layer, original in zip(self._layers, self._originals, strict=True):
             if original is None:
                 del layer.forward
             else:
                 layer.forward = original
+
+    def _install(self) -> None:
+        self._originals = [layer.__dict__.get("forward") for layer in self._layers]
+        for index, layer in enumerate(self._layers):
+            layer.forward = self._replacement(index, layer.forward)
+
+    def _replacement(self, index: int, forward: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(forward)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            graphs = self._current
+            return forward(*args, **kwargs) if graphs is None else graphs.run(index, forward, args, kwargs)
+
+        return run
+
+
+class _SharedGraphs:
+    """The graphs of one path, and which of them fits which layer.
+
+    A graph's guards compare everything that was read when it was traced: arguments, weights, hooks, globals. That takes
+    longer than most of a layer's kernels. Layers whose guards the same graph has passed differ in nothing that matters
+    to it, so the first of them is checked in each step, on behalf of all.
+    """
+
+    def __init__(self, how: CompileSettings) -> None:
+        # Dynamo keeps graphs with the code that it traced, and adds to its globals: nobody else's.
+        self._traced = FunctionType(_call.__code__.replace(), {"__builtins__": builtins})
+        self._compiled = torch.compile(self._traced, **how.arguments())
+        self._is_one_graph = how.fullgraph
+        self._functions: dict[CodeType, Callable[..., Any]] = {}
+        self._fitting: dict[int, Callable[..., Any]] = {}
+        self._checked: set[Callable[..., Any]] = set()
+
+    def forget_layers(self) -> None:
+        """Has each layer checked when it is called next."""
+        self._fitting.clear()
+
+    def begin_step(self) -> None:
+        """Has one layer of each graph checked again: sizes and settings of torch may be others now."""
+        self._checked.clear()
+
+    def run(self, index: int, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Calls `forward` of layer `index`, compiled; compiles it where no graph fits."""
+        if not self._is_one_graph:
+            # Whatever comes after a break is found by Dynamo only.
+            return self._compiled(forward, *args, **kwargs)
+        graph = self._fitting.get(index)
+        if graph is None or graph not in self._checked:
+            graph = self._find({"forward": forward, "args": args, "kwargs": kwargs})
+            if graph is None:
+                return self._compiled(forward, *args, **kwargs)
+            self._fitting[index] = graph
+            self._checked.add(graph)
+        return graph(forward, *args, **kwargs)
+
+    def _find(self, arguments: dict[str, Any]) -> Callable[..., Any] | None:
+        # What PyTorch's documentation names for looking at compiled code. Dynamo itself would check every layer.
+        for entry in _debug_get_cache_entry_list(self._traced):
+            # Code is None once something that it needs is gone.
+            if entry.code is not None and entry.guard_manager.check(arguments):
+                if entry.code not in self._functions:
+                    self._functions[entry.code] = FunctionType(entry.code, self._traced.__globals__)
+                return self._functions[entry.code]
+        return None
+
+
+def _call(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return forward(*args, **kwargs)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Contents:
+    """Everything that hangs on some modules and their parts.
+
+    Attributes:
+        places: The dictionaries that hold it.
+        values: What is in there.
+    """
+
+    places: tuple[dict[Any, Any], ...]
+    values: tuple[Any, ...]
+
+    @classmethod
+    def of(cls, roots: Sequence[nn.Module]) -> _Contents:
+        """What is there now."""
+        parts = [vars(module) for root in roots for module in root.modules()]
+        # Parameters, buffers, submodules and hooks are kept in dictionaries.
+        inner = [value for part in parts for value in part.values() if isinstance(value, dict)]
+        places = (*parts, *inner)
+        return cls(places, cls._in(places))
+
+    def have_changed(self) -> bool:
+        """Whether anything was added, removed or replaced since."""
+        values = self._in(self.places)
+        return len(values) != len(self.values) or not all(map(is_, values, self.values))
+
+    @staticmethod
+    def _in(places: tuple[dict[Any, Any], ...]) -> tuple[Any, ...]:
+        # Looked at in every step: most are empty.
+        return tuple(chain.from_iterable(map(dict.values, filter(None, places))))

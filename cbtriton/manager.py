@@ -29,6 +29,7 @@ from cbtriton.engine import Engine
 from cbtriton.graphs import capturer_for
 from cbtriton.kernel_set import choose_kernels
 from cbtriton.model_adapter import ModelAdapter
+from cbtriton.model_runner import end_idle_threads
 from cbtriton.request import GenerationOutput, Request, RequestStatus, SamplingParams, StopRules
 from cbtriton.request_table import MAX_EOS_IDS
 from cbtriton.resolve import available_memory_bytes, resolve
@@ -269,6 +270,7 @@ class ContinuousBatchingManager:
             if self.is_running():
                 return
             self._prepare_engine()
+            end_idle_threads()
             self._state = _State.RUNNING
             self._fatal_error = None
             self._thread = threading.Thread(target=self._run, name="cbtriton-engine", daemon=True)
@@ -368,6 +370,7 @@ class ContinuousBatchingManager:
                     raise self._refusal("cannot pause")
             yield
         finally:
+            end_idle_threads()
             with self._changed:
                 self._pausing_threads.remove(me)
                 self._must_reset_prefix_cache |= reset_prefix_cache
@@ -867,6 +870,7 @@ class ContinuousBatchingManager:
         """Gives the model back between two steps until the last pausing thread has left."""
         self._publish(engine.drain(), engine.num_waiting)
         engine.detach()
+        end_idle_threads()
         with self._changed:
             self._is_parked = True
             self._changed.notify_all()

@@ -229,6 +229,39 @@ def test_new_weights_in_a_pause_need_no_new_graph_and_the_model_is_left_as_it_wa
     assert [set(module.__dict__) for module in model.modules()] == before
 
 
+def flipped(forward):
+    return lambda hidden_states, **kwargs: forward(hidden_states.flip(-1), **kwargs)
+
+
+def test_what_a_pause_changes_on_single_layers_holds(model, tools):
+    prompts = [tools.prompt(length) for length in LENGTHS]
+
+    def answers(**config):
+        """Before the pause and after it, and the last counters."""
+        twin = copy.deepcopy(model)
+        first, second = twin.model.layers
+        manager = ContinuousBatchingManager(twin, tools.options(), tools.small(**config), HINTS)
+        try:
+            manager.warmup()
+            manager.start()
+            rounds = []
+            for _ in range(2):
+                ids = manager.add_requests(prompts, max_new_tokens=NUM_NEW)
+                rounds.append([manager.get_result(name, timeout=tools.patience).generated_tokens for name in ids])
+                with manager.pause(reset_prefix_cache=True):
+                    first.forward = flipped(first.forward)
+                    second.mlp.register_forward_hook(lambda module, args, output: 3 * output)
+            return *rounds, manager.stats()
+        finally:
+            manager.destroy()
+
+    *plain, _ = answers()
+    *compiled, stats = answers(decode_compile_config=backend(dynamic=True)["decode_compile_config"])
+    assert compiled == plain
+    assert plain[0] != plain[1]
+    assert (stats.compilations, stats.late_compilations) == (3, 2)
+
+
 def test_a_compiled_16_bit_model_rounds_as_the_plain_one_does(model, tools):
     """The check after a warm-up would not notice: it allows for what bf16 itself is off."""
     model.bfloat16()

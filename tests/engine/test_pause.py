@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import threading
+from pathlib import Path
 
 import pytest
 import torch
 
 from cbtriton import enable
+from cbtriton.engine import Engine
+from cbtriton.model_runner import end_idle_threads
 
 
 @pytest.fixture
@@ -235,3 +239,49 @@ def test_large_layers_are_packed_again_after_every_kind_of_change(tools):
     assert answers[0] == answers[2] == tools.plain_greedy(model, prompt, 5)
     assert answers[1] == tools.plain_greedy(other, prompt, 5)
     assert answers[0] != answers[1]
+
+
+_THREADS = Path("/proc/self/task")
+
+
+@pytest.mark.skipif(not _THREADS.exists(), reason="threads are counted in Linux's files")
+@pytest.mark.parametrize("use_async_batching", [False, True])
+def test_who_gives_way_leaves_no_threads_waiting_for_work(model, tools, monkeypatch, use_async_batching):
+    """They would slow down those of the other side."""
+
+    def work() -> set[str]:
+        """Some that takes several threads, and which those are."""
+        before = set(os.listdir(_THREADS))
+        torch.ones(1 << 20).sin()
+        return set(os.listdir(_THREADS)) - before
+
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(3)
+    # Whatever this thread has already would be used.
+    end_idle_threads()
+    engines: list[set[str]] = []
+    attached: list[set[str]] = []
+    attach = Engine.attach
+    monkeypatch.setattr(Engine, "attach", lambda engine: (attach(engine), attached.append(work())))
+    hook = model.register_forward_pre_hook(lambda *_: engines.append(work()))
+    try:
+        mine = work()
+        assert len(mine) == 2
+        with tools.running(model, use_async_batching=use_async_batching) as manager:
+            tools.wait_until(lambda: mine.isdisjoint(os.listdir(_THREADS)))
+            engines.clear()
+            manager.get_result(manager.add_request(tools.prompt(9), max_new_tokens=2), timeout=tools.patience)
+            assert len(engines[0]) == 2
+            with manager.pause():
+                tools.wait_until(lambda: engines[0].isdisjoint(os.listdir(_THREADS)))
+                mine = work()
+                assert len(mine) == 2
+            tools.wait_until(lambda: mine.isdisjoint(os.listdir(_THREADS)))
+            if use_async_batching:
+                # Steps run on another thread than the one that took the model back.
+                manager.get_result(manager.add_request(tools.prompt(9), max_new_tokens=2), timeout=tools.patience)
+                assert len(attached[-1]) == 2
+                tools.wait_until(lambda: attached[-1].isdisjoint(os.listdir(_THREADS)))
+    finally:
+        hook.remove()
+        torch.set_num_threads(num_threads)
