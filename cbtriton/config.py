@@ -442,6 +442,7 @@ class EngineConfig:
         seed: Source of the random streams of requests without a seed of their own.
         max_queue_size: Requests that may wait to be taken in; 0: unlimited.
         per_request_processors: Whether requests may bring sampling arguments.
+        has_processors: Whether any request may have more than temperature, top-k, top-p, min-p and a minimum length.
         drop_unsupported_processors: Whether unsupported logits processors are dropped with a warning.
         decisions: The choices made for the caller, in the order in which they were made.
     """
@@ -471,6 +472,7 @@ class EngineConfig:
     seed: int
     max_queue_size: int
     per_request_processors: bool
+    has_processors: bool
     drop_unsupported_processors: bool
     decisions: tuple[Decision, ...] = ()
 

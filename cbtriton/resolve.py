@@ -58,6 +58,7 @@ def resolve(
     *,
     has_logits_processing: bool,
     scheduler_types: Mapping[str, float],
+    has_processors: bool = False,
 ) -> EngineConfig:
     """Every setting of an engine, from what was asked for and what is known.
 
@@ -68,6 +69,8 @@ def resolve(
         has_logits_processing: Whether logits go through processors, which need memory of the vocabulary's
             size.
         scheduler_types: Name of each scheduler -> its own safety margin, a share of the blocks.
+        has_processors: Whether requests that bring no arguments have more than temperature, top-k, top-p, min-p and a
+            minimum length.
 
     Raises:
         ValueError: A value is out of range, the scheduler is unknown, or there is no memory for a single
@@ -114,6 +117,7 @@ def resolve(
         seed=_seed(config, log),
         max_queue_size=config.max_queue_size,
         per_request_processors=config.per_request_processors,
+        has_processors=has_processors or config.per_request_processors,
         drop_unsupported_processors=config.drop_unsupported_processors,
         decisions=tuple(log.decisions),
     )

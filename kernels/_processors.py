@@ -384,7 +384,12 @@ def to_scores(x, temperature):
 @triton.jit
 def to_keys(scores):
     """Integers in the order of the scores."""
-    bits = scores.to(tl.int32, bitcast=True)
+    return flip(scores.to(tl.int32, bitcast=True))
+
+
+@triton.jit
+def flip(bits):
+    """Bits of floats as integers of the same order, and back."""
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
@@ -413,10 +418,7 @@ def _ranks(x, peak, shift, RANK: tl.constexpr):
         shift: Surprise of the peak, less the expected one; only for `_TYPICALITY`.
         RANK: Which of the two.
     """
-    if RANK == _TYPICALITY:
-        ranks = -tl.abs((peak - x) + shift).to(tl.int32, bitcast=True)
-    else:
-        ranks = to_keys(x)
+    ranks = -tl.abs((peak - x) + shift).to(tl.int32, bitcast=True) if RANK == _TYPICALITY else to_keys(x)
     return tl.where(x > -INFINITY, ranks, NO_KEY)
 
 
@@ -540,9 +542,7 @@ def _keep_top_h(share, peak, best, source, TILE: tl.constexpr, PIVOTS: tl.conste
     places = tl.arange(0, _NUM_BEST)
     is_best = places < tl.minimum(num_above + num_ties, _TOP_H_TOKENS)
     items = tl.load(best + places, mask=is_best, other=-(2**63))
-    keys = (items >> 32).to(tl.int32)
-    x = (keys ^ ((keys >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
-    weights = tl.where(is_best, tl.exp(x - peak), 0.0)
+    weights = tl.where(is_best, tl.exp(flip((items >> 32).to(tl.int32)).to(tl.float32, bitcast=True) - peak), 0.0)
     probs = weights / tl.sum(weights)
     entropies = tl.where(probs > 0, -probs * tl.log(probs), 0.0)
     reached = tl.sum(tl.where(items[None, :] >= items[:, None], entropies[None, :], 0.0), 1)

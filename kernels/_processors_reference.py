@@ -41,10 +41,11 @@ def process(
 ) -> Tensor:
     """Scores after everything that comes before the temperature, but for the suppression of EOS ids.
 
-    A row's history are its entries of `token_table` before the position of the new token. In this order: biases;
-    repetition penalty for every token of the history; presence penalty (once) and frequency penalty (for each time) for
-    tokens of the history behind the prompt; tokens that would repeat an n-gram, and bans, become -inf; where tokens are
-    forced, these become 0 and all others -inf; invalid values are replaced; EOS ids grow; suppressed tokens become -inf.
+    A row's history are its entries of `token_table` before the position of the new token. In this order: biases are
+    added; tokens of the history get the repetition penalty, those of them behind the prompt the presence penalty (once)
+    and the frequency penalty (for each time); tokens that would repeat an n-gram, and banned ones, become -inf; where
+    tokens are forced, these become 0 and all others -inf; invalid values are replaced; EOS ids grow; suppressed tokens
+    become -inf.
 
     A rule is `(token, kind and length, position, bias)`: what happens to `token` at `position` (-1: at any) if the end
     of the history is the rule's prefix. The second field is `kind + 4 * length`, with kind 0 for a bias (the last field

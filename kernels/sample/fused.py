@@ -36,9 +36,9 @@ from cbtriton.kernels._launch import INTERPRETER, ceil_div, launch, power_of_two
 from cbtriton.kernels._op import kernel_op
 from cbtriton.kernels._processors import (
     INFINITY,
-    LARGEST,
     MASS_UNIT,
     NO_KEY,
+    flip,
     pack,
     process,
     to_keys,
@@ -546,7 +546,7 @@ def _load_items(start, source, TILE: tl.constexpr):
         is_candidate = (scores > -INFINITY) & (_to_bins(scores, peak) <= last)
         keys = tl.where(is_candidate, to_keys(scores), NO_KEY)
         ids = places
-    scores = (keys ^ ((keys >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+    scores = flip(keys).to(tl.float32, bitcast=True)
     return keys, ids, tl.where(keys == NO_KEY, 0.0, tl.exp(scores - peak))
 
 

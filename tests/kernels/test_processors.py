@@ -308,9 +308,9 @@ def test_of_equal_tokens_top_p_keeps_the_higher_ids_and_top_h_the_lower_ones(imp
     scores = torch.zeros(3, VOCAB)
     scores[:, 11] = 1.0
     rows = [Row([1], 1, {"top_p": 0.5}), Row([1], 1, {"top_h": 0.5}), Row([1], 1, {"typical_p": 0.5})]
-    top_p, top_h, typical = ((row > -torch.inf).nonzero().flatten().tolist() for row in truncate(
-        implementation, rows, scores, [1.0] * 3
-    ))
+    top_p, top_h, typical = (
+        (row > -torch.inf).nonzero().flatten().tolist() for row in truncate(implementation, rows, scores, [1.0] * 3)
+    )
     mass = math.e + VOCAB - 1
     assert top_p == [11, *range(VOCAB - math.ceil(0.5 * mass - math.e), VOCAB)]
     assert top_h == list(range(len(top_h)))
@@ -352,7 +352,17 @@ def test_operators_declare_what_they_do(implementation, opcheck) -> None:
             True,
         ),
     )
-    columns = ((1.0, f32), (1, i32), (0.5, f32), (9, i32), (0.9, f32), (0.01, f32), (0.9, f32), (1e-3, f32), (1e-3, f32))
+    columns = (
+        (1.0, f32),
+        (1, i32),
+        (0.5, f32),
+        (9, i32),
+        (0.9, f32),
+        (0.01, f32),
+        (0.9, f32),
+        (1e-3, f32),
+        (1e-3, f32),
+    )
     opcheck(
         implementation.truncate,
         (random_logits(2), index, *(torch.full((2,), value, dtype=dtype) for value, dtype in columns)),
