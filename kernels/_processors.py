@@ -46,11 +46,11 @@ class _Choices:
     num_truncate_warps: int
 
 
-# On sm_100 the compiler spills with larger tiles. The interpreter's pieces are small, so that small tests have several.
+# The interpreter's pieces are small, so that small tests have several.
 _CHOICES = {
     "sm_80": _Choices(1024, 512, 4, 1024, 8, 16),
     "sm_90": _Choices(1024, 512, 4, 1024, 8, 16),
-    "sm_100": _Choices(1024, 512, 4, 512, 8, 8),
+    "sm_100": _Choices(1024, 512, 4, 1024, 8, 16),
     "gfx942": _Choices(1024, 512, 4, 1024, 8, 8),
     "cpu": _Choices(4096, 4096, 1, 256, 8, 1),
     INTERPRETER: _Choices(128, 16, 1, 128, 256, 1),
