@@ -405,9 +405,9 @@ class ContinuousBatchingManager:
             streaming: Delivers an output per token instead of one at the end.
             record_timestamps: Notes the time of each token.
             eos_token_id: Ends the request, an id or several; -1 or an empty list disables; None takes the defaults.
-            logit_processor_kwargs: `temperature`, `top_k`, `top_p`, `min_p`, `do_sample` (with
-                `per_request_processors`), and always `seed`, `min_new_tokens`, `stop_sequences`, `stop_strings`,
-                `cache_salt` (requests with different salts share no cached prefix).
+            logit_processor_kwargs: `temperature`, `top_k`, `top_p`, `min_p`, `do_sample` and the fields of
+                `ProcessorOptions` (with `per_request_processors`), and always `seed`, `min_new_tokens`, `min_length`,
+                `stop_sequences`, `stop_strings`, `cache_salt` (requests with different salts share no cached prefix).
 
         Returns:
             The request's id.
