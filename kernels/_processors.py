@@ -56,7 +56,6 @@ _CHOICES = {
     INTERPRETER: _Choices(128, 16, 1, 128, 256, 1),
 }
 
-_BIAS = tl.constexpr(0)
 _FORCE = tl.constexpr(2)
 _IS_BANNED = tl.constexpr(2)
 _IS_FORCED = tl.constexpr(4)
@@ -285,7 +284,7 @@ def _process(
         if is_here:
             is_forced = is_forced | (kind == _FORCE)
             bias = tl.load(rule + 3).to(tl.float32, bitcast=True)
-            x = tl.where((ids == token) & (kind == _BIAS), x + bias, x)
+            x = tl.where(ids == token, x + bias, x)
             marks = tl.where(ids == token, marks | (1 << kind), marks)
         rule += 4
         prefix += kind_and_length >> 2

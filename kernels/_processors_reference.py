@@ -48,9 +48,9 @@ def process(
     become -inf.
 
     A rule is `(token, kind and length, position, bias)`: what happens to `token` at `position` (-1: at any) if the end
-    of the history is the rule's prefix. The second field is `kind + 4 * length`, with kind 0 for a bias (the last field
-    holds its bits as fp32), 1 for a ban, 2 for a forced token, 3 for a suppressed one. The prefixes of a row's rules
-    follow one another in `rule_prefixes`.
+    of the history is the rule's prefix. The second field is `kind + 4 * length`, with kind 0 for a bias, 1 for a ban, 2
+    for a forced token, 3 for a suppressed one. The last field holds the bits of the bias as fp32, those of 0 for other
+    kinds. The prefixes of a row's rules follow one another in `rule_prefixes`.
 
     Args:
         logits: `[S, V]`, any floating dtype, not changed.
