@@ -29,7 +29,7 @@ def model():
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=VOCAB, **settings))
 
 
-def parameters(options, kwargs, prompt_length):
+def parameters(options, kwargs, prompt_length, max_new_tokens=MAX_NEW):
     config = GenerationConfig(**({"eos_token_id": EOS} | options))
     defaults = SamplingDefaults.from_generation_config(
         config, model_eos=None, vocab_size=VOCAB, drop_unsupported=False, warn=pytest.fail
@@ -37,7 +37,7 @@ def parameters(options, kwargs, prompt_length):
     return request_parameters(
         defaults,
         prompt_length=prompt_length,
-        max_new_tokens=MAX_NEW,
+        max_new_tokens=max_new_tokens,
         eos_token_id=None,
         kwargs=kwargs,
         ordinal=0,
@@ -185,6 +185,15 @@ def test_a_row_forgets_the_request_before(model):
     inputs = device.start(2, [1, 2, 1], 3, SamplingParams(), frozenset())
     assert inputs.features == SampleFeatures(True, False, False, False, False)
     torch.testing.assert_close(device.scores(inputs, logits), logits, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(("max_new_tokens", "forced"), [(1, [9, 11]), (2, [8])])
+def test_an_eos_is_forced_rather_than_a_bos_where_both_are_due(max_new_tokens, forced):
+    options = {"forced_bos_token_id": 8, "forced_eos_token_id": [9, 11], "min_new_tokens": 5}
+    sampling, stop = parameters(options, {}, 1, max_new_tokens)
+    device = Device()
+    scores = device.scores(device.start(0, [1], 1, sampling, stop.eos_token_ids), random_logits(0))
+    assert (scores > -torch.inf).nonzero().flatten().tolist() == forced
 
 
 def test_features_say_what_a_step_needs():
