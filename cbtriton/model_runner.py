@@ -251,7 +251,7 @@ class ModelRunner:
             features.use_top_k,
             features.use_top_p,
             features.use_min_p,
-            features.use_min_length,
+            features.use_min_length and not features.use_processors,
             self._return_logprobs,
         )
 
@@ -270,6 +270,7 @@ class ModelRunner:
             table.num_rules,
             table.rules,
             table.rule_prefixes,
+            table.min_positions,
             table.eos_ids,
             table.decay_starts,
             table.decay_rates,

@@ -125,7 +125,7 @@ class SamplingParams:
 
     @property
     def has_processors(self) -> bool:
-        """Whether anything happens to the scores before the temperature, but for EOS ids that come too early."""
+        """Whether anything but EOS ids that come too early changes the scores before the temperature."""
         return self.processors != _NO_PROCESSORS
 
     @property

@@ -289,7 +289,7 @@ def request_parameters(
     sampling = SamplingParams(
         **_filters(defaults, options, given, limits.vocab_size),
         seed=_request_seed(given.get("seed"), engine_seed, ordinal),
-        min_new_tokens=_min_new_tokens(defaults, given, prompt_length, options, stop.max_new_tokens),
+        min_new_tokens=_min_new_tokens(defaults, given, prompt_length),
         processors=options.resolve(prompt_length, stop.max_new_tokens, stop.eos_token_ids),
     )
     return sampling, stop
@@ -403,20 +403,12 @@ def _too_long(limits: RequestLimits, what: str, needed: int, remedy: str) -> Req
     )
 
 
-def _min_new_tokens(
-    defaults: SamplingDefaults,
-    given: Mapping[str, Any],
-    prompt_length: int,
-    options: ProcessorOptions,
-    max_new_tokens: int,
-) -> int:
+def _min_new_tokens(defaults: SamplingDefaults, given: Mapping[str, Any], prompt_length: int) -> int:
     min_new_tokens, min_length = defaults.min_new_tokens, defaults.min_length
     if "min_new_tokens" in given or "min_length" in given:
         min_new_tokens = check_integer("min_new_tokens", given.get("min_new_tokens", 0), 0)
         min_length = check_integer("min_length", given.get("min_length", 0), 0)
-    least = max(min_new_tokens, min_length - prompt_length)
-    # A forced EOS comes whatever the minimum says.
-    return min(least, max_new_tokens - 1) if options.forced_eos_token_id else least
+    return max(min_new_tokens, min_length - prompt_length)
 
 
 def _request_seed(asked: object, engine_seed: int, ordinal: int) -> int:

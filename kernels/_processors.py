@@ -96,6 +96,7 @@ def process(
     num_rules: Tensor,
     rules: Tensor,
     rule_prefixes: Tensor,
+    min_positions: Tensor,
     eos_ids: Tensor,
     decay_starts: Tensor,
     decay_rates: Tensor,
@@ -141,6 +142,7 @@ def process(
         rules.stride(0),
         rule_prefixes,
         rule_prefixes.stride(0),
+        min_positions,
         eos_ids,
         eos_ids.stride(0),
         eos_ids.shape[1],
@@ -170,6 +172,7 @@ def _(
     num_rules: Tensor,
     rules: Tensor,
     rule_prefixes: Tensor,
+    min_positions: Tensor,
     eos_ids: Tensor,
     decay_starts: Tensor,
     decay_rates: Tensor,
@@ -250,6 +253,7 @@ def _process(
     rules_stride: tl.int64,
     rule_prefixes,
     prefixes_stride: tl.int64,
+    min_positions,
     eos_ids,
     eos_stride,
     num_eos,
@@ -300,6 +304,9 @@ def _process(
         x -= count.to(tl.float32) * frequency + tl.where(count > 0, presence, 0.0)
         x = tl.where((word & _WOULD_REPEAT) != 0, -INFINITY, x)
     x = tl.where((marks & _IS_BANNED) != 0, -INFINITY, x)
+    if length < tl.load(min_positions + row):
+        for i in range(num_eos):
+            x = tl.where(ids == tl.load(eos_ids + row * eos_stride + i), -INFINITY, x)
     if is_forced:
         x = tl.where((marks & _IS_FORCED) != 0, 0.0, -INFINITY)
     if tl.load(remove_invalid + row) != 0:

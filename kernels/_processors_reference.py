@@ -33,19 +33,20 @@ def process(
     num_rules: Tensor,
     rules: Tensor,
     rule_prefixes: Tensor,
+    min_positions: Tensor,
     eos_ids: Tensor,
     decay_starts: Tensor,
     decay_rates: Tensor,
     remove_invalid: Tensor,
     use_history: bool,
 ) -> Tensor:
-    """Scores after everything that comes before the temperature, but for the suppression of EOS ids.
+    """Scores after everything that comes before the temperature.
 
     A row's history are its entries of `token_table` before the position of the new token. In this order: biases are
     added; tokens of the history get the repetition penalty, those of them behind the prompt the presence penalty (once)
-    and the frequency penalty (for each time); tokens that would repeat an n-gram, and banned ones, become -inf; where
-    tokens are forced, these become 0 and all others -inf; invalid values are replaced; EOS ids grow; suppressed tokens
-    become -inf.
+    and the frequency penalty (for each time); tokens that would repeat an n-gram, banned ones, and EOS ids that come
+    too early become -inf; where tokens are forced, these become 0 and all others -inf; invalid values are replaced; EOS
+    ids grow; suppressed tokens become -inf.
 
     A rule is `(token, kind and length, position, bias)`: what happens to `token` at `position` (-1: at any) if the end
     of the history is the rule's prefix. The second field is `kind + 4 * length`, with kind 0 for a bias, 1 for a ban, 2
@@ -65,6 +66,7 @@ def process(
         num_rules: `[num_rows]` int32.
         rules: `[num_rows, max_rules, 4]` int32.
         rule_prefixes: `[num_rows, max_prefixes]` int32.
+        min_positions: `[num_rows]` int32; EOS ids come too early at positions below.
         eos_ids: `[num_rows, E]` int32, filled up with -1.
         decay_starts: `[num_rows]` int32. At positions beyond, EOS ids grow by `|score| * (2^(rate * distance) - 1)`.
         decay_rates: `[num_rows]` fp32, base-2 logarithms of the factors.
@@ -92,6 +94,9 @@ def process(
             )
             score[_in_vocabulary(_repeating(history, int(no_repeat_ngram_size[row])), vocab_size)] = -torch.inf
         score[[token for token, _ in active[BAN]]] = -torch.inf
+        eos = _in_vocabulary(eos_ids[row][eos_ids[row] >= 0].long(), vocab_size)
+        if position < min_positions[row]:
+            score[eos] = -torch.inf
         if active[FORCE]:
             score.fill_(-torch.inf)
             score[[token for token, _ in active[FORCE]]] = 0.0
@@ -100,7 +105,6 @@ def process(
             score.nan_to_num_(nan=0.0, posinf=largest, neginf=-largest)
         distance = position - int(decay_starts[row])
         if distance > 0:
-            eos = _in_vocabulary(eos_ids[row][eos_ids[row] >= 0].long(), vocab_size)
             growth = score[eos].abs() * (math.pow(2.0, float(decay_rates[row]) * distance) - 1)
             score[eos] += growth.where(score[eos].isfinite(), 0.0)
         score[[token for token, _ in active[SUPPRESS]]] = -torch.inf
@@ -121,6 +125,7 @@ def _(
     num_rules: Tensor,
     rules: Tensor,
     rule_prefixes: Tensor,
+    min_positions: Tensor,
     eos_ids: Tensor,
     decay_starts: Tensor,
     decay_rates: Tensor,

@@ -26,6 +26,7 @@ WISHES = [
     {"begin_suppress_tokens": list(range(1, 128, 2)), "repetition_penalty": 1.2},
     {"forced_bos_token_id": 11},
     {"forced_eos_token_id": 9, "suppress_tokens": [1, 2]},
+    {"forced_eos_token_id": 40, "eos_token_id": EOS, "min_new_tokens": NUM_NEW},
     {"eos_token_id": EOS, "exponential_decay_length_penalty": (3, 1.4)},
     {"eos_token_id": EOS, "min_new_tokens": 6, "no_repeat_ngram_size": 3},
     {"eos_token_id": EOS, "min_length": 25, "remove_invalid_values": True, "repetition_penalty": 1.5},
@@ -163,9 +164,14 @@ def test_penalties_on_the_output_hold_repetitions_down(model, tools):
     assert 7 not in present[1:3]
 
 
-def test_log_probabilities_are_those_of_the_processed_distribution(model, oracle, tools):
+@pytest.mark.parametrize(
+    "filters",
+    [{}, {"do_sample": True, "temperature": 3.0, "top_k": 60, "top_p": 0.9, "min_p": 0.2, "typical_p": 0.5}],
+)
+def test_log_probabilities_are_those_of_the_processed_distribution(model, oracle, tools, filters):
     prompt = [7, 8, 7, 8, 9, 7]
     wish = {"repetition_penalty": 1.6, "suppress_tokens": [1, 2, 3], "eos_token_id": EOS, "min_new_tokens": 20}
+    wish |= filters
     with tools.running(model, None, per_request_processors=True, return_logprobs=True) as manager:
         request_id = manager.add_request(prompt, max_new_tokens=NUM_NEW, **wish)
         output = manager.get_result(request_id, timeout=tools.patience)

@@ -47,6 +47,7 @@ class Row:
                 "additive": lambda v: self.additive_penalties,
                 "no_repeat_ngram_size": lambda v: generation.NoRepeatNGramLogitsProcessor(v),
                 "bad_words_ids": lambda v: generation.NoBadWordsLogitsProcessor(v, list(EOS)),
+                "min_length": lambda v: generation.MinLengthLogitsProcessor(v, list(EOS)),
                 "forced": lambda v: self.forced,
                 "remove_invalid_values": lambda v: generation.InfNanRemoveLogitsProcessor(),
                 "decay": lambda v: generation.ExponentialDecayLengthPenalty(v, list(EOS), self.prompt_length),
@@ -130,6 +131,7 @@ def process(implementation: Any, rows: list[Row], logits: Tensor, use_history: b
         column([len(request.rules()) for request in reversed(rows)], torch.int32),
         rules,
         prefixes,
+        column(of("min_length", 0), torch.int32),
         column([[*EOS, -1]] * size, torch.int32),
         column(
             [
@@ -189,6 +191,7 @@ PROCESSORS = {
     "additive": (0.7, 0.4),
     "no_repeat_ngram_size": 2,
     "bad_words_ids": [[7], [1, 2], [2, 1, 130], [4], [3] * 9],
+    "min_length": 20,
     "forced": [(5, [7])],
     "remove_invalid_values": True,
     "decay": (3, 1.04),
@@ -235,7 +238,7 @@ def test_random_combinations_side_by_side_give_the_scores_of_transformers(implem
     rows = []
     for _ in range(10 if uses_triton(implementation) else 150):
         names = [name for name in PROCESSORS if chance.random() < 0.4]
-        options = {name: PROCESSORS[name] for name in names} | ({"forced": [(9, [7, 30])]} if "forced" in names else {})
+        options = {name: PROCESSORS[name] for name in names} | ({"forced": [(9, [7, 4])]} if "forced" in names else {})
         if "bad_words_ids" in names:
             options["bad_words_ids"] = chance.sample([[7], [1, 2], [2, 1, 130], [3] * 9], 3)
         rows.append(random_row(chance, options))
@@ -319,6 +322,19 @@ def test_of_equal_tokens_top_p_keeps_the_higher_ids_and_top_h_the_lower_ones(imp
     assert typical == [id for id in range(VOCAB) if id != 11]
 
 
+def test_the_likeliest_of_what_typical_p_keeps_survives_any_cutoff(implementation) -> None:
+    """It is not the likeliest token of all."""
+    scores = torch.linspace(0, 0.1, VOCAB)[None].repeat(2, 1)
+    scores[:, 11] = 2.0
+    rows = [Row([1], 1, {"typical_p": 0.5, name: 0.9}) for name in ("epsilon_cutoff", "eta_cutoff")]
+    kept = truncate(implementation, rows, scores, [1.0] * 2)
+    for got, row, score in zip(kept, rows, scores, strict=True):
+        expected = row.truncated(score, 1.0)
+        assert expected[11] == -torch.inf
+        torch.testing.assert_close(got, expected, rtol=0, atol=0)
+    assert (kept[0] > -torch.inf).sum() == 1
+
+
 def test_rows_without_a_usable_score_stay_as_they_are(implementation) -> None:
     rows = [Row([1], 1, {"top_h": 0.5, "typical_p": 0.5})] * 4
     scores = random_logits(4)
@@ -345,6 +361,7 @@ def test_operators_declare_what_they_do(implementation, opcheck) -> None:
             torch.ones(2, dtype=i32),
             rules,
             torch.zeros(2, 1, dtype=i32),
+            torch.full((2,), 3, dtype=i32),
             torch.full((2, 1), 4, dtype=i32),
             torch.full((2,), 1, dtype=i32),
             torch.full((2,), 0.1, dtype=f32),
