@@ -31,7 +31,7 @@ _logger = logging.getLogger(__name__)
 # What a whole step that is compiled or captured samples with: exact features would be a graph for each combination.
 _GREEDY = SampleFeatures(all_greedy=True, use_top_k=False, use_top_p=False, use_min_p=False, use_min_length=True)
 _ANY = SampleFeatures(all_greedy=False, use_top_k=True, use_top_p=True, use_min_p=True, use_min_length=True)
-_PROCESSED = replace(_ANY, use_processors=True, use_history=True, use_truncation=True)
+_PROCESSED = replace(_ANY, use_processors=True, use_truncation=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,6 +267,7 @@ class ModelRunner:
             table.presence_penalty,
             table.frequency_penalty,
             table.no_repeat_ngram_size,
+            table.num_biases,
             table.num_rules,
             table.rules,
             table.rule_prefixes,
@@ -275,7 +276,6 @@ class ModelRunner:
             table.decay_starts,
             table.decay_rates,
             table.remove_invalid,
-            inputs.features.use_history,
         )
 
     def _truncate(self, scores: Tensor, inputs: StepInputs) -> None:

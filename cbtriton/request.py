@@ -63,7 +63,7 @@ class ProcessorParams:
         presence_penalty: Subtracted from the scores of generated tokens.
         frequency_penalty: The same, for each time.
         no_repeat_ngram_size: No n-gram of this size comes twice; 0: off.
-        rules: Biases and forbidden and forced tokens.
+        rules: Biases, behind them forbidden and forced tokens.
         decay_start: Position beyond which EOS ids grow; None: off.
         decay_factor: By how much per token.
         remove_invalid_values: Whether NaN and infinities are replaced.
@@ -77,12 +77,6 @@ class ProcessorParams:
     decay_start: int | None = None
     decay_factor: float = 1.0
     remove_invalid_values: bool = False
-
-    @property
-    def needs_history(self) -> bool:
-        """Whether scores depend on all of the request's tokens."""
-        is_penalised = self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
-        return is_penalised or self.no_repeat_ngram_size > 0
 
 
 _NO_PROCESSORS = ProcessorParams()

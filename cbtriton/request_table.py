@@ -42,7 +42,8 @@ class RequestTable:
         presence_penalty: `[num_rows]` float32; 0 is off.
         frequency_penalty: `[num_rows]` float32; 0 is off.
         no_repeat_ngram_size: `[num_rows]` int32; 0 is off.
-        num_rules: `[num_rows]` int32.
+        num_biases: `[num_rows]` int32, rules that are biases; they come first.
+        num_rules: `[num_rows]` int32, all rules.
         rules: `[num_rows, MAX_RULES, 4]` int32: token, kind + 4 * prefix length, position or -1, bits of the bias.
         rule_prefixes: `[num_rows, MAX_RULE_PREFIXES]` int32, the prefixes of a row's rules one after the other.
         decay_starts: `[num_rows]` int32, position beyond which EOS ids grow; `NO_DECAY` is off.
@@ -73,6 +74,7 @@ class RequestTable:
         self.presence_penalty = torch.zeros(num_rows, dtype=torch.float32, device=device)
         self.frequency_penalty = torch.zeros(num_rows, dtype=torch.float32, device=device)
         self.no_repeat_ngram_size = torch.zeros(num_rows, dtype=torch.int32, device=device)
+        self.num_biases = torch.zeros(num_rows, dtype=torch.int32, device=device)
         self.num_rules = torch.zeros(num_rows, dtype=torch.int32, device=device)
         self.rules = torch.zeros((num_rows, MAX_RULES, 4), dtype=torch.int32, device=device)
         self.rule_prefixes = torch.zeros((num_rows, MAX_RULE_PREFIXES), dtype=torch.int32, device=device)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from cbtriton.padding import Bucket
 from cbtriton.plan import BatchPlan, BlockTableUpdate, RowStart
-from cbtriton.request import SamplingParams, TokenRule
+from cbtriton.request import RuleKind, SamplingParams, TokenRule
 from cbtriton.request_table import MAX_EOS_IDS, NO_DECAY, RequestTable
 
 
@@ -29,7 +29,6 @@ class SampleFeatures:
     use_min_p: bool
     use_min_length: bool
     use_processors: bool = False
-    use_history: bool = False
     use_truncation: bool = False
 
 
@@ -152,7 +151,6 @@ class StepInputsWriter:
                 for row, position in zip(sample_rows, sample_positions, strict=True)
             ),
             use_processors=bool(processed),
-            use_history=any(params.processors.needs_history for params in processed),
             use_truncation=any(params.is_truncated for params in processed),
         )
 
@@ -207,6 +205,7 @@ class StepInputsWriter:
             table.top_k,
             table.is_truncated,
             table.no_repeat_ngram_size,
+            table.num_biases,
             table.num_rules,
             table.decay_starts,
             table.remove_invalid,
@@ -267,6 +266,7 @@ def _integers(start: RowStart) -> tuple[int, ...]:
         params.top_k,
         int(params.is_truncated),
         processors.no_repeat_ngram_size,
+        sum(rule.kind == RuleKind.BIAS for rule in processors.rules),
         len(processors.rules),
         NO_DECAY if processors.decay_start is None else processors.decay_start,
         int(processors.remove_invalid_values),

@@ -375,8 +375,8 @@ def _sample(shape: Shape) -> Step:
     filters = shape.window > 0
     numbers = ("temperature", "top_p", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff", "decay_rates")
     penalties = ("repetition_penalty", "presence_penalty", "frequency_penalty")
-    integers = ("top_k", "min_positions", "prompt_lengths", "no_repeat_ngram_size", "num_rules", "decay_starts")
-    flags = ("use_top_k", "use_top_p", "use_min_p", "use_min_length", "return_logprobs", "use_history")
+    integers = ("top_k", "min_positions", "prompt_lengths", "no_repeat_ngram_size", "decay_starts")
+    flags = ("use_top_k", "use_top_p", "use_min_p", "use_min_length", "return_logprobs")
     step = {
         "logits": _meta(_ROWS, _VOCABULARY, dtype=shape.dtype),
         "scores": _meta(_ROWS, _VOCABULARY, dtype=torch.float32),
@@ -384,7 +384,10 @@ def _sample(shape: Shape) -> Step:
         "positions": _meta(_ROWS),
         "token_table": _meta(_TABLE_ROWS, _MAX_LEN),
         **{name: _meta(_TABLE_ROWS, dtype=torch.float32) for name in (*numbers, *penalties)},
-        **{name: _meta(_TABLE_ROWS) for name in (*integers, "remove_invalid", "is_truncated")},
+        **{
+            name: _meta(_TABLE_ROWS)
+            for name in (*integers, "num_biases", "num_rules", "remove_invalid", "is_truncated")
+        },
         "seeds": _meta(_TABLE_ROWS, dtype=torch.int64),
         "rules": _meta(_TABLE_ROWS, 512, 4),
         "rule_prefixes": _meta(_TABLE_ROWS, 1024),

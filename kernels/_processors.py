@@ -1,8 +1,10 @@
 """Logits processors in Triton, which modules of the slot `sample` share; see `_processors_reference` for what they do.
 
-`process` writes a row's scores block by block. What a block needs to know of the history is gathered before that, by
-programs that each take a piece of it, in one word per row and token: how often the token was generated, whether it
-stands in the prompt, and whether it would repeat an n-gram. Rules are few, so each block goes through all of its row's.
+`process` writes a row's scores block by block. What a block needs to know of the history and the rules is gathered
+before that, in one word per row and token: how often the token was generated, and a bit each for whether it stands in
+the prompt, is banned (by a rule, or because it would repeat an n-gram), forced or suppressed. One program takes a row's
+rules, others a piece of the history each. Only biases are left to the blocks, each of which goes through all of its
+row's: sums of floats depend on their order.
 
 `truncate` gives a row to one program, which filters it in place, one filter after the other. Each filter is a
 threshold on ranks, which are integers in the order of the scores (typical-p: of the distance from the expected one);
@@ -31,7 +33,7 @@ class _Choices:
 
     Attributes:
         block: Scores per program of `_process`.
-        piece: Tokens of the history per program of `_gather`.
+        piece: Tokens of the history per program of `_gather`; one further program takes the rules.
         num_warps: Warps of both.
         tile: Scores per turn of `_truncate`.
         pivots: Parts that one pass of a search splits a range in.
@@ -57,13 +59,14 @@ _CHOICES = {
 }
 
 _FORCE = tl.constexpr(2)
-_IS_BANNED = tl.constexpr(2)
-_IS_FORCED = tl.constexpr(4)
-_IS_SUPPRESSED = tl.constexpr(8)
 
-# Bits of a word of the history; what is below counts the times that a token was generated.
-_WOULD_REPEAT = tl.constexpr(1 << 30)
-_IN_PROMPT = tl.constexpr(1 << 29)
+# Bits of a word. Those of the kinds of rules follow one another; what is below counts the times that a token was
+# generated.
+_IN_PROMPT = tl.constexpr(1 << 26)
+_IS_BIASED = tl.constexpr(1 << 27)
+_IS_BANNED = tl.constexpr(1 << 28)
+_IS_FORCED = tl.constexpr(1 << 29)
+_IS_SUPPRESSED = tl.constexpr(1 << 30)
 
 LARGEST = tl.constexpr(3.4028234663852886e38)
 INFINITY = tl.constexpr(float("inf"))
@@ -93,6 +96,7 @@ def process(
     presence_penalty: Tensor,
     frequency_penalty: Tensor,
     no_repeat_ngram_size: Tensor,
+    num_biases: Tensor,
     num_rules: Tensor,
     rules: Tensor,
     rule_prefixes: Tensor,
@@ -101,47 +105,48 @@ def process(
     decay_starts: Tensor,
     decay_rates: Tensor,
     remove_invalid: Tensor,
-    use_history: bool,
 ) -> Tensor:
     """See the reference. The last dimension of every argument is contiguous."""
     size, vocab_size = logits.shape
     choices = _CHOICES[target_of(logits.device)]
     scores = torch.empty(size, vocab_size, dtype=torch.float32, device=logits.device)
-    words = torch.zeros(size if use_history else 0, vocab_size, dtype=torch.int32, device=logits.device)
-    history_arguments = (
+    words = torch.zeros(size, vocab_size, dtype=torch.int32, device=logits.device)
+    has_forced = torch.empty(size, dtype=torch.int32, device=logits.device)
+    shared = (
         rows,
         positions,
         token_table,
         token_table.stride(0),
-        prompt_lengths,
         repetition_penalty,
         presence_penalty,
         frequency_penalty,
-        no_repeat_ngram_size,
-        words,
-    )
-    if use_history:
-        launch(
-            _gather,
-            (size, ceil_div(token_table.shape[1], choices.piece)),
-            *history_arguments,
-            vocab_size,
-            PIECE=choices.piece,
-            num_warps=choices.num_warps,
-        )
-    block = min(choices.block, power_of_two(vocab_size))
-    launch(
-        _process,
-        (size, ceil_div(vocab_size, block)),
-        *history_arguments,
-        vocab_size,
-        logits,
-        logits.stride(0),
-        num_rules,
         rules,
         rules.stride(0),
         rule_prefixes,
         rule_prefixes.stride(0),
+        words,
+        has_forced,
+        vocab_size,
+    )
+    launch(
+        _gather,
+        (size, 1 + ceil_div(token_table.shape[1], choices.piece)),
+        *shared,
+        prompt_lengths,
+        no_repeat_ngram_size,
+        num_rules,
+        PIECE=choices.piece,
+        MAX_RULES=power_of_two(rules.shape[1]),
+        num_warps=choices.num_warps,
+    )
+    block = min(choices.block, power_of_two(vocab_size))
+    launch(
+        _process,
+        (size, ceil_div(vocab_size, block)),
+        *shared,
+        logits,
+        logits.stride(0),
+        num_biases,
         min_positions,
         eos_ids,
         eos_ids.stride(0),
@@ -150,7 +155,6 @@ def process(
         decay_rates,
         remove_invalid,
         scores,
-        HISTORY=use_history,
         BLOCK=block,
         num_warps=choices.num_warps,
         enable_fp_fusion=False,
@@ -169,6 +173,7 @@ def _(
     presence_penalty: Tensor,
     frequency_penalty: Tensor,
     no_repeat_ngram_size: Tensor,
+    num_biases: Tensor,
     num_rules: Tensor,
     rules: Tensor,
     rule_prefixes: Tensor,
@@ -177,7 +182,6 @@ def _(
     decay_starts: Tensor,
     decay_rates: Tensor,
     remove_invalid: Tensor,
-    use_history: bool,
 ) -> Tensor:
     return logits.new_empty(logits.shape, dtype=torch.float32)
 
@@ -188,39 +192,73 @@ def _gather(
     positions,
     token_table,
     table_stride: tl.int64,
-    prompt_lengths,
     repetition_penalty,
     presence_penalty,
     frequency_penalty,
-    no_repeat_ngram_size,
+    rules,
+    rules_stride: tl.int64,
+    rule_prefixes,
+    prefixes_stride: tl.int64,
     words,
+    has_forced,
     vocab_size,
+    prompt_lengths,
+    no_repeat_ngram_size,
+    num_rules,
     PIECE: tl.constexpr,
+    MAX_RULES: tl.constexpr,
 ):
     sample_index = tl.program_id(0).to(tl.int64)
-    row = tl.load(rows + sample_index)
+    row = tl.load(rows + sample_index).to(tl.int64)
     length = tl.load(positions + sample_index)
-    first = tl.program_id(1) * PIECE
-    size = tl.load(no_repeat_ngram_size + row)
-    has_penalty = tl.load(repetition_penalty + row) != 1
-    has_penalty = has_penalty | (tl.load(presence_penalty + row) != 0) | (tl.load(frequency_penalty + row) != 0)
-    if (first < length) & (has_penalty | (size > 0)):
-        history = token_table + row.to(tl.int64) * table_stride
-        row_words = words + sample_index * vocab_size
+    history = token_table + row * table_stride
+    row_words = words + sample_index * vocab_size
+    if tl.program_id(1) == 0:
+        prefixes = rule_prefixes + row * prefixes_stride
+        number = tl.load(num_rules + row)
+        is_forced = _mark_rules(history, length, rules + row * rules_stride, prefixes, number, row_words, MAX_RULES)
+        tl.store(has_forced + sample_index, is_forced)
+    else:
+        first = (tl.program_id(1) - 1) * PIECE
+        size = tl.load(no_repeat_ngram_size + row)
+        has_penalty = tl.load(repetition_penalty + row) != 1
+        has_penalty = has_penalty | (tl.load(presence_penalty + row) != 0) | (tl.load(frequency_penalty + row) != 0)
         places = first + tl.arange(0, PIECE)
-        if has_penalty:
+        if (first < length) & has_penalty:
             tokens = tl.load(history + places, mask=places < length, other=vocab_size)
             is_known = tokens < vocab_size
             is_output = places >= tl.load(prompt_lengths + row)
             tl.atomic_add(row_words + tokens, 1, mask=is_known & is_output, sem="relaxed")
-            tl.atomic_or(row_words + tokens, _IN_PROMPT, mask=is_known & (places < length) & ~is_output, sem="relaxed")
-        if (size > 0) & (size <= length):
+            tl.atomic_or(row_words + tokens, _IN_PROMPT, mask=is_known & ~is_output, sem="relaxed")
+        if (first < length) & (size > 0) & (size <= length):
             would_repeat = places + size <= length
             for i in range(size - 1):
                 end = tl.load(history + length - size + 1 + i)
                 would_repeat = would_repeat & (tl.load(history + places + i, mask=would_repeat, other=-1) == end)
             tokens = tl.load(history + places + size - 1, mask=would_repeat, other=vocab_size)
-            tl.atomic_or(row_words + tokens, _WOULD_REPEAT, mask=would_repeat & (tokens < vocab_size), sem="relaxed")
+            tl.atomic_or(row_words + tokens, _IS_BANNED, mask=tokens < vocab_size, sem="relaxed")
+
+
+@triton.jit
+def _mark_rules(history, length, rules, prefixes, number, words, MAX_RULES: tl.constexpr):
+    """Sets the bits of the rules that hold, and returns whether one of these forces a token."""
+    places = tl.arange(0, MAX_RULES)
+    is_rule = places < number
+    tokens = tl.load(rules + places * 4, mask=is_rule, other=0)
+    kinds_and_lengths = tl.load(rules + places * 4 + 1, mask=is_rule, other=0)
+    positions = tl.load(rules + places * 4 + 2, mask=is_rule, other=-1)
+    kinds = kinds_and_lengths & 3
+    sizes = kinds_and_lengths >> 2
+    starts = tl.cumsum(sizes, 0) - sizes
+    holds = is_rule & ((positions == -1) | (positions == length)) & (sizes <= length)
+    for i in range(tl.max(sizes)):
+        is_inside = holds & (i < sizes)
+        wanted = tl.load(prefixes + starts + i, mask=is_inside, other=0)
+        found = tl.load(history + length - sizes + i, mask=is_inside, other=0)
+        holds = holds & (wanted == found)
+    bits = tl.full((MAX_RULES,), _IS_BIASED, tl.int32) << kinds
+    tl.atomic_or(words + tokens, bits, mask=holds, sem="relaxed")
+    return tl.max((holds & (kinds == _FORCE)).to(tl.int32))
 
 
 @triton.jit
@@ -239,20 +277,19 @@ def _process(
     positions,
     token_table,
     table_stride: tl.int64,
-    prompt_lengths,
     repetition_penalty,
     presence_penalty,
     frequency_penalty,
-    no_repeat_ngram_size,
-    words,
-    vocab_size,
-    logits,
-    logits_stride: tl.int64,
-    num_rules,
     rules,
     rules_stride: tl.int64,
     rule_prefixes,
     prefixes_stride: tl.int64,
+    words,
+    has_forced,
+    vocab_size,
+    logits,
+    logits_stride: tl.int64,
+    num_biases,
     min_positions,
     eos_ids,
     eos_stride,
@@ -261,7 +298,6 @@ def _process(
     decay_rates,
     remove_invalid,
     scores,
-    HISTORY: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     sample_index = tl.program_id(0).to(tl.int64)
@@ -270,45 +306,37 @@ def _process(
     length = tl.load(positions + sample_index)
     history = token_table + row * table_stride
     ids = block * BLOCK + tl.arange(0, BLOCK)
-    x = tl.load(logits + sample_index * logits_stride + ids, mask=ids < vocab_size, other=0).to(tl.float32)
+    is_token = ids < vocab_size
+    x = tl.load(logits + sample_index * logits_stride + ids, mask=is_token, other=0).to(tl.float32)
+    word = tl.load(words + sample_index * vocab_size + ids, mask=is_token, other=0)
 
-    # Bits of the rules that hold, by kind. Biases come before the penalties, so they are added at once.
-    marks = tl.full((BLOCK,), 0, tl.int32)
-    is_forced = False
     rule = rules + row * rules_stride
     prefix = rule_prefixes + row * prefixes_stride
-    for _ in range(tl.load(num_rules + row)):
+    for _ in range(tl.load(num_biases + row)):
         token = tl.load(rule)
-        kind_and_length = tl.load(rule + 1)
+        size = tl.load(rule + 1) >> 2
         position = tl.load(rule + 2)
-        kind = kind_and_length & 3
-        is_here = ((position == -1) | (position == length)) & ((token // BLOCK == block) | (kind == _FORCE))
+        is_here = (token // BLOCK == block) & ((position == -1) | (position == length))
         if is_here:
-            is_here = _ends_with(history, length, prefix, kind_and_length >> 2)
+            is_here = _ends_with(history, length, prefix, size)
         if is_here:
-            is_forced = is_forced | (kind == _FORCE)
-            bias = tl.load(rule + 3).to(tl.float32, bitcast=True)
-            x = tl.where(ids == token, x + bias, x)
-            marks = tl.where(ids == token, marks | (1 << kind), marks)
+            x = tl.where(ids == token, x + tl.load(rule + 3).to(tl.float32, bitcast=True), x)
         rule += 4
-        prefix += kind_and_length >> 2
+        prefix += size
 
-    if HISTORY:
-        repetition = tl.load(repetition_penalty + row)
-        presence = tl.load(presence_penalty + row)
-        frequency = tl.load(frequency_penalty + row)
-        word = tl.load(words + sample_index * vocab_size + ids, mask=ids < vocab_size, other=0)
-        count = word & (_IN_PROMPT - 1)
-        repeated = tl.where(x < 0, x * repetition, tl.div_rn(x, repetition))
-        x = tl.where((word & (_WOULD_REPEAT - 1)) != 0, repeated, x)
-        x -= count.to(tl.float32) * frequency + tl.where(count > 0, presence, 0.0)
-        x = tl.where((word & _WOULD_REPEAT) != 0, -INFINITY, x)
-    x = tl.where((marks & _IS_BANNED) != 0, -INFINITY, x)
+    repetition = tl.load(repetition_penalty + row)
+    presence = tl.load(presence_penalty + row)
+    frequency = tl.load(frequency_penalty + row)
+    count = word & (_IN_PROMPT - 1)
+    repeated = tl.where(x < 0, x * repetition, tl.div_rn(x, repetition))
+    x = tl.where((word & (_IS_BIASED - 1)) != 0, repeated, x)
+    x -= count.to(tl.float32) * frequency + tl.where(count > 0, presence, 0.0)
+    x = tl.where((word & _IS_BANNED) != 0, -INFINITY, x)
     if length < tl.load(min_positions + row):
         for i in range(num_eos):
             x = tl.where(ids == tl.load(eos_ids + row * eos_stride + i), -INFINITY, x)
-    if is_forced:
-        x = tl.where((marks & _IS_FORCED) != 0, 0.0, -INFINITY)
+    if tl.load(has_forced + sample_index) != 0:
+        x = tl.where((word & _IS_FORCED) != 0, 0.0, -INFINITY)
     if tl.load(remove_invalid + row) != 0:
         x = tl.where(x == x, tl.minimum(tl.maximum(x, -LARGEST), LARGEST), 0.0)
     distance = length - tl.load(decay_starts + row)
@@ -317,8 +345,8 @@ def _process(
         for i in range(num_eos):
             is_eos = (ids == tl.load(eos_ids + row * eos_stride + i)) & (tl.abs(x) <= LARGEST)
             x = tl.where(is_eos, x + tl.abs(x) * growth, x)
-    x = tl.where((marks & _IS_SUPPRESSED) != 0, -INFINITY, x)
-    tl.store(scores + sample_index * vocab_size + ids, x, mask=ids < vocab_size)
+    x = tl.where((word & _IS_SUPPRESSED) != 0, -INFINITY, x)
+    tl.store(scores + sample_index * vocab_size + ids, x, mask=is_token)
 
 
 @kernel_op("truncate_triton", mutates_args=("scores",))

@@ -30,6 +30,7 @@ def process(
     presence_penalty: Tensor,
     frequency_penalty: Tensor,
     no_repeat_ngram_size: Tensor,
+    num_biases: Tensor,
     num_rules: Tensor,
     rules: Tensor,
     rule_prefixes: Tensor,
@@ -38,7 +39,6 @@ def process(
     decay_starts: Tensor,
     decay_rates: Tensor,
     remove_invalid: Tensor,
-    use_history: bool,
 ) -> Tensor:
     """Scores after everything that comes before the temperature.
 
@@ -51,7 +51,7 @@ def process(
     A rule is `(token, kind and length, position, bias)`: what happens to `token` at `position` (-1: at any) if the end
     of the history is the rule's prefix. The second field is `kind + 4 * length`, with kind 0 for a bias, 1 for a ban, 2
     for a forced token, 3 for a suppressed one. The last field holds the bits of the bias as fp32, those of 0 for other
-    kinds. The prefixes of a row's rules follow one another in `rule_prefixes`.
+    kinds. Biases come first. The prefixes of a row's rules follow one another in `rule_prefixes`.
 
     Args:
         logits: `[S, V]`, any floating dtype, not changed.
@@ -63,7 +63,8 @@ def process(
         presence_penalty: `[num_rows]` fp32; 0 is off.
         frequency_penalty: `[num_rows]` fp32; 0 is off.
         no_repeat_ngram_size: `[num_rows]` int32; 0 is off.
-        num_rules: `[num_rows]` int32.
+        num_biases: `[num_rows]` int32, rules that are biases.
+        num_rules: `[num_rows]` int32, all rules.
         rules: `[num_rows, max_rules, 4]` int32.
         rule_prefixes: `[num_rows, max_prefixes]` int32.
         min_positions: `[num_rows]` int32; EOS ids come too early at positions below.
@@ -71,7 +72,6 @@ def process(
         decay_starts: `[num_rows]` int32. At positions beyond, EOS ids grow by `|score| * (2^(rate * distance) - 1)`.
         decay_rates: `[num_rows]` fp32, base-2 logarithms of the factors.
         remove_invalid: `[num_rows]` int32; where not 0, NaN becomes 0, and infinities the largest numbers there are.
-        use_history: Whether any row has a penalty or forbids n-grams; False skips them.
 
     Returns:
         `[S, V]` fp32.
@@ -83,16 +83,15 @@ def process(
         active = _active_rules(num_rules[row], rules[row], rule_prefixes[row], history)
         for token, bias in active[BIAS]:
             score[token] += bias
-        if use_history:
-            _penalise(
-                score,
-                history,
-                int(prompt_lengths[row]),
-                float(repetition_penalty[row]),
-                float(presence_penalty[row]),
-                float(frequency_penalty[row]),
-            )
-            score[_in_vocabulary(_repeating(history, int(no_repeat_ngram_size[row])), vocab_size)] = -torch.inf
+        _penalise(
+            score,
+            history,
+            int(prompt_lengths[row]),
+            float(repetition_penalty[row]),
+            float(presence_penalty[row]),
+            float(frequency_penalty[row]),
+        )
+        score[_in_vocabulary(_repeating(history, int(no_repeat_ngram_size[row])), vocab_size)] = -torch.inf
         score[[token for token, _ in active[BAN]]] = -torch.inf
         eos = _in_vocabulary(eos_ids[row][eos_ids[row] >= 0].long(), vocab_size)
         if position < min_positions[row]:
@@ -122,6 +121,7 @@ def _(
     presence_penalty: Tensor,
     frequency_penalty: Tensor,
     no_repeat_ngram_size: Tensor,
+    num_biases: Tensor,
     num_rules: Tensor,
     rules: Tensor,
     rule_prefixes: Tensor,
@@ -130,7 +130,6 @@ def _(
     decay_starts: Tensor,
     decay_rates: Tensor,
     remove_invalid: Tensor,
-    use_history: bool,
 ) -> Tensor:
     return logits.new_empty(logits.shape, dtype=torch.float32)
 

@@ -100,7 +100,7 @@ def column(values: list[Any], dtype: torch.dtype) -> Tensor:
     return torch.tensor(values, dtype=dtype)
 
 
-def process(implementation: Any, rows: list[Row], logits: Tensor, use_history: bool = True) -> Tensor:
+def process(implementation: Any, rows: list[Row], logits: Tensor) -> Tensor:
     """Runs `process`; the table's rows are in reverse order, and what lies behind a history is never read."""
     size = len(rows)
     table = torch.full((size, MAX_LEN), -(10**6), dtype=torch.int32)
@@ -128,6 +128,7 @@ def process(implementation: Any, rows: list[Row], logits: Tensor, use_history: b
         column([presence for presence, _ in of("additive", (0, 0))], torch.float32),
         column([frequency for _, frequency in of("additive", (0, 0))], torch.float32),
         column(of("no_repeat_ngram_size", 0), torch.int32),
+        column([len(request.options.get("sequence_bias", [])) for request in reversed(rows)], torch.int32),
         column([len(request.rules()) for request in reversed(rows)], torch.int32),
         rules,
         prefixes,
@@ -142,7 +143,6 @@ def process(implementation: Any, rows: list[Row], logits: Tensor, use_history: b
         ),
         column([math.log2(factor) for _, factor in of("decay", (0, 1.0))], torch.float32),
         column([int(flag) for flag in of("remove_invalid_values", False)], torch.int32),
-        use_history,
     )
     torch.testing.assert_close(logits, before, rtol=0, atol=0, equal_nan=True)
     return scores
@@ -244,14 +244,6 @@ def test_random_combinations_side_by_side_give_the_scores_of_transformers(implem
         rows.append(random_row(chance, options))
     logits = random_logits(len(rows)).to(dtype)
     assert_scores(process(implementation, rows, logits), rows, logits)
-
-
-def test_a_history_without_penalties_need_not_be_looked_at(implementation) -> None:
-    rows = rows_with({name: PROCESSORS[name] for name in ("suppress_tokens", "bad_words_ids")}, seed=1, number=3)
-    for row in rows:
-        row.options["bad_words_ids"] = [[1, 2], [7]]
-    logits = random_logits(len(rows))
-    assert_scores(process(implementation, rows, logits, use_history=False), rows, logits)
 
 
 def test_tokens_outside_the_vocabulary_have_no_score_and_count_in_ngrams(implementation) -> None:
@@ -358,6 +350,7 @@ def test_operators_declare_what_they_do(implementation, opcheck) -> None:
             table,
             *(torch.full((2,), value, dtype=dtype) for value, dtype in ((1, i32), (1.5, f32), (0.1, f32), (0.2, f32))),
             torch.full((2,), 2, dtype=i32),
+            torch.tensor([0, 1], dtype=i32),
             torch.ones(2, dtype=i32),
             rules,
             torch.zeros(2, 1, dtype=i32),
@@ -366,7 +359,6 @@ def test_operators_declare_what_they_do(implementation, opcheck) -> None:
             torch.full((2,), 1, dtype=i32),
             torch.full((2,), 0.1, dtype=f32),
             torch.ones(2, dtype=i32),
-            True,
         ),
     )
     columns = (

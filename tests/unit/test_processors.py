@@ -84,6 +84,7 @@ class Device:
             table.presence_penalty,
             table.frequency_penalty,
             table.no_repeat_ngram_size,
+            table.num_biases,
             table.num_rules,
             table.rules,
             table.rule_prefixes,
@@ -92,7 +93,6 @@ class Device:
             table.decay_starts,
             table.decay_rates,
             table.remove_invalid,
-            inputs.features.use_history,
         )
         filters = (table.top_h, table.top_k, table.top_p, table.min_p)
         cutoffs = (table.typical_p, table.epsilon_cutoff, table.eta_cutoff)
@@ -192,15 +192,15 @@ def test_features_say_what_a_step_needs():
     def features(kwargs):
         sampling, stop = parameters({}, kwargs, 3)
         found = Device().start(0, [1, 2, 3], 3, sampling, stop.eos_token_ids).features
-        return found.use_processors, found.use_history, found.use_truncation
+        return found.use_processors, found.use_truncation
 
-    assert features({}) == features({"temperature": 0.5, "top_k": 3}) == (False, False, False)
-    assert features({"suppress_tokens": [1]}) == (True, False, False)
+    assert features({}) == features({"temperature": 0.5, "top_k": 3}) == (False, False)
     for name in ("repetition_penalty", "presence_penalty", "frequency_penalty", "no_repeat_ngram_size"):
-        assert features({name: 2}) == (True, True, False)
+        assert features({name: 2}) == (True, False)
+    assert features({"suppress_tokens": [1]}) == (True, False)
     for name, value in FILTERS.items():
-        assert features({name: value}) == (False, False, False)
-        assert features({name: value, "do_sample": True}) == (True, False, True)
+        assert features({name: value}) == (False, False)
+        assert features({name: value, "do_sample": True}) == (True, True)
 
 
 def test_an_argument_replaces_the_default_of_its_name_and_can_switch_it_off():
