@@ -12,7 +12,7 @@ thresholds are found as in `sample/fused`, by comparing counts or sums of fixed-
 """
 
 # Inside kernels this is Triton, whose types a checker of Python gets wrong.
-# pyright: reportAttributeAccessIssue=false, reportInvalidTypeForm=false, reportOperatorIssue=false
+# pyright: reportAttributeAccessIssue=false, reportInvalidTypeForm=false, reportOperatorIssue=false, reportArgumentType=false
 
 from __future__ import annotations
 
