@@ -9,11 +9,13 @@ models.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 
+from cbtriton.cache_layout import LayerPlace
 from cbtriton.forward_context import ForwardContext
 from cbtriton.kernel_set import KernelSet
 from cbtriton.kv_cache import LayerCache
@@ -44,14 +46,23 @@ class AttentionCall:
     Attributes:
         window: Tokens that a query sees, itself included; 0 means all.
         softcap: Soft cap of the scores; 0.0 means none.
+        owner: Number of the call that keeps the keys and values: its own, or that of an earlier one with the same.
     """
 
     window: int
     softcap: float
+    owner: int
 
 
 # Attribute of an attention module that holds its pages while an engine is attached.
 _PAGES = "_cbtriton_pages"
+
+
+@dataclass(slots=True, eq=False)
+class _Group:
+    """Where the layers of a group find the step's context."""
+
+    context: ForwardContext | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -61,14 +72,18 @@ class PagedLayer:
     Attributes:
         key: See `LayerCache.key`.
         value: See `LayerCache.value`.
+        is_owner: Whether the call writes the pages, or reads what another one wrote.
         window: See `AttentionCall.window`.
         softcap: See `AttentionCall.softcap`.
+        group: The group; not its number, which would be a constant of a graph that other groups share.
     """
 
     key: Tensor
     value: Tensor
+    is_owner: bool
     window: int
     softcap: float
+    group: _Group
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         return type(None), ()
@@ -79,7 +94,8 @@ class PagedAttention:
 
     Args:
         kernels: The chosen kernels.
-        layers: Cache of each attention call, in call order.
+        layers: Pages of each call that owns its keys and values, in call order.
+        places: Where these are; the groups are their numbers.
         calls: Static properties of each call, in call order.
         modules: The module of each call, in call order.
     """
@@ -88,17 +104,24 @@ class PagedAttention:
         self,
         kernels: KernelSet,
         layers: tuple[LayerCache, ...],
+        places: tuple[LayerPlace, ...],
         calls: tuple[AttentionCall, ...],
         modules: tuple[nn.Module, ...],
     ) -> None:
         self._kernels = kernels
+        self._groups = tuple(_Group() for _ in range(1 + max(place.group for place in places)))
+        owners = [number for number, call in enumerate(calls) if call.owner == number]
+        pages = {
+            owner: (layer, self._groups[place.group])
+            for owner, layer, place in zip(owners, layers, places, strict=True)
+        }
         self._layers = tuple(
-            PagedLayer(layer.key, layer.value, call.window, call.softcap)
-            for layer, call in zip(layers, calls, strict=True)
+            PagedLayer(layer.key, layer.value, call.owner == number, call.window, call.softcap, group)
+            for number, call in enumerate(calls)
+            for layer, group in [pages[call.owner]]
         )
         self._modules = modules
         self._is_bound = len(set(modules)) == len(modules)
-        self._context: ForwardContext | None = None
         self._next_call = 0
 
     def attach(self) -> None:
@@ -112,14 +135,16 @@ class PagedAttention:
         for module in self._modules:
             module.__dict__.pop(_PAGES, None)
 
-    def begin(self, context: ForwardContext) -> None:
-        """Makes `context` the one that the coming forward pass works on."""
-        self._context = context
+    def begin(self, contexts: Sequence[ForwardContext]) -> None:
+        """Makes `contexts`, one for each group, those that the coming forward pass works on."""
+        for group, context in zip(self._groups, contexts, strict=True):
+            group.context = context
         self._next_call = 0
 
     def end(self) -> None:
-        """Forgets the context: a compiled step would otherwise have to hand out all of its tensors."""
-        self._context = None
+        """Forgets the contexts: a compiled step would otherwise have to hand out all of their tensors."""
+        for group in self._groups:
+            group.context = None
         self._next_call = 0
 
     def _layer_of(self, module: nn.Module) -> PagedLayer:
@@ -154,11 +179,13 @@ class PagedAttention:
         Returns:
             `[1, num_tokens, num_heads, value_dim]` and None.
         """
-        context = self._context
+        layer = self._layer_of(module)
+        context = layer.group.context
         if context is None:
             raise RuntimeError("paged attention was called outside an engine step; detach the engine first")
-        layer = self._layer_of(module)
-        self._kernels.kv_write(key[0].transpose(0, 1), value[0].transpose(0, 1), layer.key, layer.value, context.slots)
+        if layer.is_owner:
+            keys, values = key[0].transpose(0, 1), value[0].transpose(0, 1)
+            self._kernels.kv_write(keys, values, layer.key, layer.value, context.slots)
         tokens = query[0].transpose(0, 1)
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         where = (layer.key, layer.value, context.block_tables, context.rows)

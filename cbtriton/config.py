@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
+from cbtriton.cache_layout import CachedLayer, CacheLayout
+
 if TYPE_CHECKING:
     from transformers import CompileConfig
 
@@ -327,7 +329,8 @@ class ModelFacts:
         vocab_size: Number of logits per token.
         num_embeddings: Rows of the input embedding; every valid prompt id is below it.
         max_position_embeddings: Positions that the model was made for; None where it names no limit.
-        kv_bytes_per_token: Bytes of keys and values of one token, over all layers.
+        cached_layers: What each attention call keeps of a token, in the order of the calls; those that read what
+            another one keeps are left out.
         num_layers: Decoder layers.
         hidden_size: Width of the residual stream.
         intermediate_size: Width of the feed-forward layer.
@@ -342,7 +345,7 @@ class ModelFacts:
     vocab_size: int
     num_embeddings: int
     max_position_embeddings: int | None
-    kv_bytes_per_token: int
+    cached_layers: tuple[CachedLayer, ...]
     num_layers: int
     hidden_size: int
     intermediate_size: int
@@ -417,6 +420,7 @@ class EngineConfig:
 
     Attributes:
         page_size: Tokens per page.
+        cache_layout: Which layers share blocks, and how many tokens a block holds.
         num_blocks: Blocks in the KV cache.
         num_host_blocks: Blocks of host memory for the cache of preempted requests; 0: it is computed again.
         max_batch_tokens: Query tokens per step.
@@ -448,6 +452,7 @@ class EngineConfig:
     """
 
     page_size: int
+    cache_layout: CacheLayout
     num_blocks: int
     num_host_blocks: int
     max_batch_tokens: int

@@ -79,7 +79,7 @@ class Engine:
     ) -> None:
         self.config = config
         self._adapter = adapter
-        self._blocks = BlockManager(config.num_blocks, config.page_size, config.share_blocks)
+        self._blocks = BlockManager(config.num_blocks, config.cache_layout.kinds, config.share_blocks)
         self._host_blocks = HostBlocks(config.num_host_blocks)
         self._scheduler = Scheduler(
             SCHEDULERS.get(config.scheduler_type),
@@ -89,12 +89,18 @@ class Engine:
             stop_check,
         )
         self._padding = PaddingPolicy.of(config)
-        self._cache = KVCache(layout.geometries, config.num_blocks, config.page_size, adapter.device)
-        host_cache = HostCache(layout.geometries, config.num_host_blocks, config.page_size, adapter.device)
+        self._cache = KVCache(config.cache_layout, layout.geometries, config.num_blocks, adapter.device)
+        host_cache = HostCache(self._cache, config.num_host_blocks)
         table = RequestTable(
-            config.max_requests, config.max_model_len + 1, config.max_blocks_per_request, adapter.device
+            config.max_requests,
+            config.max_model_len + 1,
+            len(config.cache_layout.page_sizes),
+            config.max_blocks_per_request,
+            adapter.device,
         )
-        self._attention = PagedAttention(kernels, self._cache.layers, layout.calls, layout.modules)
+        self._attention = PagedAttention(
+            kernels, self._cache.layers, config.cache_layout.places, layout.calls, layout.modules
+        )
         layers = adapter.repeated_layers(layout)
         self._graphs = GraphStore(capturer, config.captured_paths)
         self._runner = ModelRunner(
@@ -204,6 +210,10 @@ class Engine:
         """Takes a validated request in."""
         self._scheduler.add(request)
         self._stats.requests_added += 1
+
+    def unpin(self, request_id: str) -> None:
+        """Lets the prompt of a request that pinned it be evicted like others; unknown ids have no effect."""
+        self._scheduler.unpin(request_id)
 
     def cancel(self, request_id: str) -> list[GenerationOutput]:
         """Ends a request now; returns its final output, or nothing if it is unknown."""
@@ -336,6 +346,7 @@ class Engine:
             prefix_queried_tokens=counters.prefix_queried_tokens,
             blocks_in_use=self._blocks.num_in_use,
             blocks_cached=self._blocks.num_cached,
+            blocks_pinned=self._blocks.num_pinned,
             blocks_free=self._blocks.num_available - self._blocks.num_cached,
             num_running=self._scheduler.num_running,
             num_waiting=self._scheduler.num_waiting,
@@ -360,7 +371,7 @@ class Engine:
         """Two short prompts, or one where the cache is too small, with the logits of the unattached model."""
         config, num_embeddings = self.config, self._adapter.num_embeddings
         prompts = [[token % num_embeddings for token in ids] for ids in ((1, 5, 3, 2), (4, 2, 6, 1, 3))]
-        num_blocks = sum(self._blocks.num_blocks_for(len(prompt)) for prompt in prompts)
+        num_blocks = sum(config.cache_layout.peak_blocks(len(prompt), len(prompt)) for prompt in prompts)
         if num_blocks > config.num_blocks or config.max_requests < 2:
             prompts = [prompts[0][: config.max_model_len]]
         return [_Probe(prompt, self._adapter.plain_logits(prompt)) for prompt in prompts]
@@ -374,7 +385,9 @@ class Engine:
             is_compiled: Which buckets have been compiled: checks those as such. None checks the model as it is.
         """
         probes = self._probes
-        for plan in _self_check_plans([probe.prompt for probe in probes], self._blocks.num_blocks_for):
+        # Nobody else has a block yet: these are handed out for the check alone.
+        blocks = BlockManager(self.config.num_blocks, self.config.cache_layout.kinds, share_blocks=False)
+        for plan in _self_check_plans([probe.prompt for probe in probes], blocks):
             bucket = self._padding.bucket(plan)
             if is_compiled is not None and not is_compiled(bucket):
                 continue
@@ -403,19 +416,18 @@ class _Probe:
     logits: Tensor
 
 
-def _self_check_plans(prompts: list[list[int]], num_blocks_for: Callable[[int], int]) -> Iterator[BatchPlan]:
+def _self_check_plans(prompts: list[list[int]], blocks: BlockManager) -> Iterator[BatchPlan]:
     """Plans that run each prompt, in row order: first chunks, then the rest, then the last tokens on the decode path.
 
     The first prompt's second chunk has two tokens, so that it continues a cache beside rows that decode. The last
     plan computes again what is there already.
     """
-    first_block = 1
     row_starts, table_updates = [], []
     for row, prompt in enumerate(prompts):
-        end = first_block + num_blocks_for(len(prompt))
+        name = f"self-check {row}"
+        blocks.start(name, blocks.match_prefix(prompt))
         row_starts.append(RowStart(row, prompt, len(prompt), SamplingParams(), frozenset()))
-        table_updates.append(BlockTableUpdate(row, 0, tuple(range(first_block, end))))
-        first_block = end
+        table_updates.append(BlockTableUpdate(row, blocks.extend(name, 0, len(prompt))))
     lengths = [len(prompt) for prompt in prompts]
     splits = [length - (2 if row == 0 else 1) for row, length in enumerate(lengths)]
 

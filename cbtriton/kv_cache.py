@@ -1,6 +1,7 @@
-"""The KV cache's memory: one K and one V tensor per attention call of the model, on the device and on the host.
+"""The KV cache's memory: the pages of each attention call of the model, on the device and on the host.
 
-Owns the tensors and nothing else: which block belongs to whom is the block manager's business. The kernels write.
+Calls of different groups share their memory, since a block is one group's at a time. Owns the tensors and nothing else:
+which block belongs to whom is the block manager's business. The kernels write.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from math import prod
 import torch
 from torch import Tensor
 
+from cbtriton.cache_layout import CachedLayer, CacheLayout
 from cbtriton.plan import BlockSwap
 
 
@@ -32,10 +34,10 @@ class LayerGeometry:
     value_dim: int
     dtype: torch.dtype
 
-    @property
-    def bytes_per_token(self) -> int:
-        """Bytes of one token's keys and values."""
-        return self.num_kv_heads * (self.key_dim + self.value_dim) * self.dtype.itemsize
+    def cached_layer(self, window: int) -> CachedLayer:
+        """What such a layer keeps of each token, if queries see `window` tokens (0: all)."""
+        head_bytes = self.num_kv_heads * self.dtype.itemsize
+        return CachedLayer(window, key_bytes=head_bytes * self.key_dim, value_bytes=head_bytes * self.value_dim)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,28 +57,40 @@ class KVCache:
     """Pages for all layers of a model.
 
     Args:
-        geometries: One per cached attention call, in call order.
+        layout: Which calls share blocks.
+        geometries: One per call that keeps keys and values, in the order of `layout.places`.
         num_blocks: Blocks that can be handed out; the null block comes on top.
-        page_size: Tokens per page.
         device: Where the pages live.
+
+    Attributes:
+        layers: The pages of each call, in the same order.
+        pools: All memory there is, once: the pages at each place of a block, as one of the calls there sees them.
     """
 
     def __init__(
-        self, geometries: tuple[LayerGeometry, ...], num_blocks: int, page_size: int, device: torch.device
+        self, layout: CacheLayout, geometries: tuple[LayerGeometry, ...], num_blocks: int, device: torch.device
     ) -> None:
-        self.page_size = page_size
+        memory = [
+            LayerCache(
+                _zeros((num_blocks + 1, layout.key_page_bytes), torch.uint8, device),
+                _zeros((num_blocks + 1, layout.value_page_bytes), torch.uint8, device),
+            )
+            for _ in range(layout.layers_per_block)
+        ]
         self.layers = tuple(
             LayerCache(
-                key=_zeros((num_blocks + 1, page_size, layer.num_kv_heads, layer.key_dim), layer.dtype, device),
-                value=_zeros((num_blocks + 1, page_size, layer.num_kv_heads, layer.value_dim), layer.dtype, device),
+                _pages(memory[place.index].key, geometry.num_kv_heads, geometry.key_dim, geometry.dtype),
+                _pages(memory[place.index].value, geometry.num_kv_heads, geometry.value_dim, geometry.dtype),
             )
-            for layer in geometries
+            for place, geometry in zip(layout.places, geometries, strict=True)
         )
+        by_index = {place.index: layer for place, layer in zip(layout.places, self.layers, strict=True)}
+        self.pools = tuple(by_index[index] for index in range(layout.layers_per_block))
 
     @property
     def num_bytes(self) -> int:
         """Address space of all pages; on a CPU, pages take memory only once they are written."""
-        return sum(layer.key.nbytes + layer.value.nbytes for layer in self.layers)
+        return sum(pool.key.nbytes + pool.value.nbytes for pool in self.pools)
 
 
 class HostCache:
@@ -85,10 +99,8 @@ class HostCache:
     Copies are enqueued behind what the device does already; nobody but the device looks at these pages.
 
     Args:
-        geometries: Those of the cache.
+        cache: The cache on the device.
         num_blocks: Blocks; 0 takes no memory.
-        page_size: Tokens per page.
-        device: Where the cache is.
 
     Attributes:
         num_bytes: Size of all pages; on a CPU, pages take memory only once they are written.
@@ -97,19 +109,13 @@ class HostCache:
         RuntimeError: The host has not that much memory.
     """
 
-    def __init__(
-        self, geometries: tuple[LayerGeometry, ...], num_blocks: int, page_size: int, device: torch.device
-    ) -> None:
-        self.num_bytes = num_blocks * page_size * sum(layer.bytes_per_token for layer in geometries)
+    def __init__(self, cache: KVCache, num_blocks: int) -> None:
+        self._cache = cache
+        self.num_bytes = num_blocks * sum(pool.key[0].nbytes + pool.value[0].nbytes for pool in cache.pools)
         try:
-            self.layers = tuple(
-                LayerCache(
-                    key=_host_pages((num_blocks, page_size, layer.num_kv_heads, layer.key_dim), layer.dtype, device),
-                    value=_host_pages(
-                        (num_blocks, page_size, layer.num_kv_heads, layer.value_dim), layer.dtype, device
-                    ),
-                )
-                for layer in (geometries if num_blocks else ())
+            self._pools = tuple(
+                LayerCache(_host_pages(pool.key, num_blocks), _host_pages(pool.value, num_blocks))
+                for pool in (cache.pools if num_blocks else ())
             )
         except (RuntimeError, OSError, OverflowError, MemoryError) as error:
             raise RuntimeError(
@@ -117,21 +123,21 @@ class HostCache:
                 "lower cpu_offload_space, or set it to 0"
             ) from error
 
-    def store(self, cache: KVCache, swap: BlockSwap) -> None:
+    def store(self, swap: BlockSwap) -> None:
         """Copies `swap.device_blocks` of the cache to `swap.host_blocks`."""
-        _copy_pages(cache.layers, swap.device_blocks, self.layers, swap.host_blocks)
+        _copy_pages(self._cache.pools, swap.device_blocks, self._pools, swap.host_blocks)
 
-    def load(self, cache: KVCache, swap: BlockSwap) -> None:
+    def load(self, swap: BlockSwap) -> None:
         """Copies `swap.host_blocks` to `swap.device_blocks` of the cache."""
-        _copy_pages(self.layers, swap.host_blocks, cache.layers, swap.device_blocks)
+        _copy_pages(self._pools, swap.host_blocks, self._cache.pools, swap.device_blocks)
 
 
 def _copy_pages(
     sources: Sequence[LayerCache], source_blocks: Sequence[int], targets: Sequence[LayerCache], blocks: Sequence[int]
 ) -> None:
     for source, target, count in _runs(source_blocks, blocks):
-        for from_layer, to_layer in zip(sources, targets, strict=True):
-            for pages, copies in ((from_layer.key, to_layer.key), (from_layer.value, to_layer.value)):
+        for from_pool, to_pool in zip(sources, targets, strict=True):
+            for pages, copies in ((from_pool.key, to_pool.key), (from_pool.value, to_pool.value)):
                 copies[target : target + count].copy_(pages[source : source + count], non_blocking=True)
 
 
@@ -145,10 +151,16 @@ def _runs(sources: Sequence[int], targets: Sequence[int]) -> Iterator[tuple[int,
             start = end
 
 
-def _host_pages(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    if device.type == "cuda":
-        return torch.empty(shape, dtype=dtype, pin_memory=True)
-    return _zeros(shape, dtype, torch.device("cpu"))
+def _pages(memory: Tensor, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> Tensor:
+    """`[num_blocks + 1, page_size, num_kv_heads, head_dim]` of `dtype` over `[num_blocks + 1, page_bytes]` uint8."""
+    return memory.view(dtype).view(len(memory), -1, num_kv_heads, head_dim)
+
+
+def _host_pages(pages: Tensor, num_blocks: int) -> Tensor:
+    shape = (num_blocks, *pages.shape[1:])
+    if pages.device.type == "cuda":
+        return torch.empty(shape, dtype=pages.dtype, pin_memory=True)
+    return _zeros(shape, pages.dtype, torch.device("cpu"))
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

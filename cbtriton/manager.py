@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from enum import Enum, auto
 from functools import partial
 from typing import Any
@@ -50,6 +50,7 @@ logger = logging.getLogger(__name__)
 FULL_QUEUE_TIMEOUT = 10.0
 # Share of the memory that is available before the cache is sized which packed copies of weights may take.
 PACKED_WEIGHTS_SHARE = 0.25
+_PIN_PREFIX = "pinned prefix "
 
 
 class EngineDiedError(RuntimeError):
@@ -126,12 +127,6 @@ class ContinuousBatchingManager:
             has_processors=self._defaults.has_processors,
         )
         logger.info("kernels: %s\n%s", self._kernels.describe(), self.engine_config.describe())
-        self._limits = RequestLimits(
-            vocab_size=self._adapter.vocab_size,
-            max_model_len=self.engine_config.max_model_len,
-            page_size=self.engine_config.page_size,
-            num_blocks=self.engine_config.num_blocks,
-        )
         # One lock for everything below and the router: a request ends and its last output arrives in one moment.
         lock = threading.RLock()
         self._router = OutputRouter(lock)
@@ -145,6 +140,10 @@ class ContinuousBatchingManager:
         self._last_records: list[StepRecord] = []
         self._inbox: list[Request] = []
         self._cancelled: set[str] = set()
+        # By prefix and salt.
+        self._pins: dict[tuple[tuple[int, ...], str | None], _Pin] = {}
+        self._unpinned: list[str] = []
+        self._next_pin = 0
         self._in_flight: set[str] = set()
         self._num_waiting_in_engine = 0
         self._next_ordinal = 0
@@ -160,10 +159,10 @@ class ContinuousBatchingManager:
             vocab_size=self._adapter.vocab_size,
             num_embeddings=self._adapter.num_embeddings,
             max_position_embeddings=self._adapter.max_positions,
-            kv_bytes_per_token=self._layout.kv_bytes_per_token,
+            cached_layers=self._layout.cached_layers,
             num_layers=len(self._layout.calls),
             hidden_size=hidden_size,
-            intermediate_size=int(getattr(text_config, "intermediate_size", None) or 4 * hidden_size),
+            intermediate_size=_widest(getattr(text_config, "intermediate_size", None)) or 4 * hidden_size,
             device_type=self._adapter.device.type,
             available_memory_bytes=memory,
             available_host_memory_bytes=available_memory_bytes(),
@@ -421,6 +420,8 @@ class ContinuousBatchingManager:
         """
         if request_id is not None and not isinstance(request_id, str):
             raise TypeError(f"request_id must be a string, got {type(request_id).__name__}")
+        if request_id is not None and request_id.startswith(_PIN_PREFIX):
+            raise ValueError(f"request ids that begin with {_PIN_PREFIX!r} are those of pinned prefixes; use another")
         with self._changed:
             request = self._make_request(
                 input_ids, 0, max_new_tokens, streaming, record_timestamps, eos_token_id, logit_processor_kwargs
@@ -499,6 +500,113 @@ class ContinuousBatchingManager:
                 self._cancelled.add(request_id)
                 self._changed.notify_all()
 
+    def pin_prefix(self, token_ids: Sequence[int], cache_salt: str | None = None) -> int:
+        """Computes a prefix, such as a system prompt, and keeps it in the cache until `unpin`.
+
+        Returns when it is there. When cached prefixes are dropped, since weights changed for example, it is computed
+        again. A prefix that is pinned already stays so. Pins end with the engine: `stop` keeps them only with
+        `keep_for_next_session`.
+
+        Args:
+            token_ids: The prefix. Of its last page, what does not fill it is not kept.
+            cache_salt: Only requests with this salt share it.
+
+        Returns:
+            Number of tokens that are kept.
+
+        Raises:
+            TypeError: `token_ids` or `cache_salt` has the wrong type.
+            ValueError: The prefix is shorter than a page, has ids outside the vocabulary, or leaves too few blocks for
+                a request that is in flight; or prefixes are not shared at all.
+            RuntimeError: The manager does not run, or the calling thread is inside `pause`.
+        """
+        prompt_ids = check_prompt(token_ids, self._adapter.num_embeddings)
+        _check_salt(cache_salt)
+        with self._changed:
+            self._refuse_inside_pause("pin a prefix")
+            if self._state is not _State.RUNNING:
+                raise self._refusal("cannot pin a prefix")
+            key = (tuple(prompt_ids), cache_salt)
+            pin = self._pins.get(key) or self._submit_pin(prompt_ids, cache_salt)
+            self._pins[key] = pin
+            self._changed.wait_for(lambda: pin.output is not None or not self.is_running())
+            if pin.output is not None and pin.output.error is None:
+                return pin.num_tokens
+            self._pins.pop(key, None)
+            if pin.output is None or not self.is_running():
+                raise self._refusal("cannot pin a prefix")
+            raise ValueError(pin.output.error)
+
+    def unpin(self, token_ids: Sequence[int], cache_salt: str | None = None) -> None:
+        """Lets a pinned prefix be evicted like others.
+
+        Args:
+            token_ids: What was given to `pin_prefix`.
+            cache_salt: Likewise.
+
+        Raises:
+            ValueError: That prefix is not pinned under that salt.
+        """
+        prompt_ids = check_prompt(token_ids, self._adapter.num_embeddings)
+        with self._changed:
+            pin = self._pins.pop((tuple(prompt_ids), cache_salt), None)
+            if pin is None:
+                raise ValueError(
+                    f"no prefix of these {len(prompt_ids)} tokens is pinned with cache_salt={cache_salt!r}; give the "
+                    "tokens and the salt that pin_prefix was given"
+                )
+            if self.is_running():
+                self._unpinned.append(pin.request_id)
+                self._changed.notify_all()
+            elif self._engine is not None:
+                self._engine.unpin(pin.request_id)
+
+    def _submit_pin(self, prompt_ids: list[int], cache_salt: str | None) -> _Pin:
+        config = self.engine_config
+        if not config.share_blocks:
+            raise ValueError("nothing can be pinned with allow_block_sharing=False; set it to True")
+        alignment = config.cache_layout.alignment
+        num_tokens = len(prompt_ids) - len(prompt_ids) % alignment
+        if num_tokens == 0:
+            raise ValueError(
+                f"a pinned prefix must have at least {alignment} tokens (whole pages of all layers), got "
+                f"{len(prompt_ids)}; lower page_size, or pin more"
+            )
+        layout, num_blocks = config.cache_layout, config.cache_layout.pinned_blocks(num_tokens)
+        num_left = config.num_blocks - sum(pin.num_blocks for pin in self._pins.values())
+        # It has to be computed first, and then at least a token of somebody else's must fit beside it.
+        needed = max(layout.peak_blocks(num_tokens, 1), num_blocks + layout.peak_blocks(1, 1))
+        if needed > num_left:
+            raise ValueError(
+                f"pinning these {num_tokens} tokens needs {needed} blocks, and {num_left} of {config.num_blocks} are "
+                "not pinned; unpin another prefix, or raise num_blocks"
+            )
+        pin = _Pin(f"{_PIN_PREFIX}{self._next_pin}", num_tokens, num_blocks)
+        self._next_pin += 1
+        # Behind all requests that were accepted so far: the engine knows them when it decides whether they still fit.
+        request = Request(
+            pin.request_id,
+            prompt_ids[:num_tokens],
+            SamplingParams(),
+            StopRules(max_new_tokens=1),
+            cache_salt=cache_salt,
+            is_pin=True,
+        )
+        self._inbox.append(request)
+        self._changed.notify_all()
+        return pin
+
+    def _limits(self, num_pinned: int) -> RequestLimits:
+        """What bounds a request while so many blocks are pinned."""
+        config = self.engine_config
+        num_blocks = config.num_blocks - num_pinned
+        return RequestLimits(
+            vocab_size=self._adapter.vocab_size,
+            max_model_len=config.cache_layout.num_fitting_tokens(num_blocks, config.max_model_len),
+            cache_layout=config.cache_layout,
+            num_blocks=num_blocks,
+        )
+
     def _make_nth_request(
         self,
         position: int,
@@ -528,8 +636,7 @@ class ContinuousBatchingManager:
         prompt_ids = check_prompt(input_ids, self._adapter.num_embeddings)
         kwargs = dict(kwargs)
         cache_salt = kwargs.pop("cache_salt", None)
-        if cache_salt is not None and not isinstance(cache_salt, str):
-            raise TypeError(f"cache_salt must be a string, got {type(cache_salt).__name__}")
+        _check_salt(cache_salt)
         sampling, stop = request_parameters(
             self._defaults,
             prompt_length=len(prompt_ids),
@@ -539,7 +646,7 @@ class ContinuousBatchingManager:
             ordinal=self._next_ordinal + offset,
             engine_seed=self.engine_config.seed,
             per_request_processors=self.engine_config.per_request_processors,
-            limits=self._limits,
+            limits=self._limits(sum(pin.num_blocks for pin in self._pins.values())),
         )
         if len(stop.eos_token_ids) > MAX_EOS_IDS:
             raise ValueError(f"eos_token_id can have at most {MAX_EOS_IDS} ids, got {len(stop.eos_token_ids)}")
@@ -731,8 +838,11 @@ class ContinuousBatchingManager:
                     return
                 must_park = bool(self._pausing_threads)
                 requests, cancelled = ([], set()) if must_park else self._empty_inbox()
+                unpinned, self._unpinned = self._unpinned, []
                 if self._state is _State.STOPPING and not (must_park or requests or cancelled or engine.has_requests):
                     return
+            for request_id in unpinned:
+                engine.unpin(request_id)
             if must_park:
                 self._park(engine)
                 continue
@@ -754,6 +864,7 @@ class ContinuousBatchingManager:
             engine.has_requests
             or self._inbox
             or self._cancelled
+            or self._unpinned
             or self._pausing_threads
             or self._state is not _State.RUNNING
         )
@@ -781,12 +892,25 @@ class ContinuousBatchingManager:
             self._in_flight -= ended
             # A cancellation that came too late must not hit the next request with the same id.
             self._cancelled -= ended
-            self._router.deliver(outputs)
+            self._router.deliver(self._keep_pins(outputs))
             self._changed.notify_all()
+
+    def _keep_pins(self, outputs: list[GenerationOutput]) -> list[GenerationOutput]:
+        """Notes what became of pins; returns the outputs of requests. Called with the lock held."""
+        pins = {pin.request_id: (key, pin) for key, pin in self._pins.items()}
+        for output in outputs:
+            if output.request_id not in pins:
+                continue
+            key, pin = pins[output.request_id]
+            if pin.output is not None and output.error is not None:
+                logger.warning("a pinned prefix of %d tokens was lost: %s", pin.num_tokens, output.error)
+                del self._pins[key]
+            pin.output = output
+        return [output for output in outputs if not output.request_id.startswith(_PIN_PREFIX)]
 
     def _end_session(self, reason: str) -> None:
         """Ends what is still in flight, gives the model back and wakes everybody. Called with the lock held."""
-        outputs = [_failed_before_start(request, reason) for request in self._inbox]
+        outputs = [_failed_before_start(request, reason) for request in self._inbox if not request.is_pin]
         self._inbox = []
         self._cancelled.clear()
         self._in_flight.clear()
@@ -795,7 +919,7 @@ class ContinuousBatchingManager:
             self._state = _State.STOPPED
         try:
             if self._engine is not None:
-                outputs = self._engine.fail_all(reason) + outputs
+                outputs = self._keep_pins(self._engine.fail_all(reason)) + outputs
                 if self._keep_engine and self._fatal_error is None:
                     self._engine.detach()
                 else:
@@ -815,7 +939,31 @@ class ContinuousBatchingManager:
         if engine is not None:
             self._last_stats, self._last_records = engine.stats(), engine.step_records()
             self._engine = None
+            self._pins.clear()
+            self._unpinned.clear()
             engine.close()
+
+
+@dataclass(slots=True)
+class _Pin:
+    """A pinned prefix, or one that is about to be.
+
+    Attributes:
+        request_id: Of the request that computes it.
+        num_tokens: Its tokens, whole pages.
+        num_blocks: Blocks that it takes where it shares none with other pins.
+        output: What became of the request, once it has ended.
+    """
+
+    request_id: str
+    num_tokens: int
+    num_blocks: int
+    output: GenerationOutput | None = None
+
+
+def _check_salt(cache_salt: Any) -> None:
+    if cache_salt is not None and not isinstance(cache_salt, str):
+        raise TypeError(f"cache_salt must be a string, got {type(cache_salt).__name__}")
 
 
 def _failed_before_start(request: Request, error: str) -> GenerationOutput:
@@ -869,6 +1017,11 @@ def check_prompt(input_ids: Any, num_embeddings: int) -> list[int]:
         wrong = lowest if lowest < 0 else highest
         raise ValueError(f"token ids must be from 0 to {num_embeddings - 1} (the model's embedding), got {wrong}")
     return list(input_ids)
+
+
+def _widest(sizes: int | Sequence[int] | None) -> int:
+    """The largest of what may be a size, one for each layer, or nothing."""
+    return max([sizes] if isinstance(sizes, int) else sizes or [0])
 
 
 def _available_memory(device: torch.device) -> int:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from cbtriton.attention import HARMLESS_ARGUMENTS, AttentionCall
+from cbtriton.cache_layout import CachedLayer
 from cbtriton.kv_cache import LayerGeometry
 from cbtriton.packed_linear import LinearGroup, PackedLinears, record_linear_groups
 
@@ -35,7 +36,7 @@ class ModelLayout:
 
     Attributes:
         calls: Static properties of each attention call, in call order.
-        geometries: Shape of each call's keys and values, in call order.
+        geometries: Shape of the keys and values of each call that owns them, in call order.
         modules: The attention module of each call, in call order.
     """
 
@@ -44,9 +45,14 @@ class ModelLayout:
     modules: tuple[nn.Module, ...]
 
     @property
-    def kv_bytes_per_token(self) -> int:
-        """Bytes of cache that one token takes over all layers."""
-        return sum(geometry.bytes_per_token for geometry in self.geometries)
+    def cached_layers(self) -> tuple[CachedLayer, ...]:
+        """What each of the calls that own keys and values keeps of a token."""
+        windows: dict[int, list[int]] = {}
+        for call in self.calls:
+            windows.setdefault(call.owner, []).append(call.window)
+        # What several calls read stays as long as the one that sees furthest needs it.
+        kept = (max(seen) if all(seen) else 0 for _, seen in sorted(windows.items()))
+        return tuple(geometry.cached_layer(window) for geometry, window in zip(self.geometries, kept, strict=True))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -288,6 +294,8 @@ class _Recorder:
         self.calls: list[AttentionCall] = []
         self.modules: list[nn.Module] = []
         self.geometries: list[LayerGeometry] = []
+        # Kept, so that no later tensor can be taken for one of them.
+        self._kept: list[tuple[Tensor, Tensor]] = []
 
     def forward(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
@@ -303,10 +311,21 @@ class _Recorder:
                 f"{name} attends from {tuple(query.shape)} to {tuple(key.shape)}, which is not self-attention over "
                 "one packed sequence"
             )
-        self.calls.append(AttentionCall(window=kwargs.get("sliding_window") or 0, softcap=kwargs.get("softcap") or 0.0))
+        owner = self._owner(key, value)
+        window, softcap = kwargs.get("sliding_window") or 0, kwargs.get("softcap") or 0.0
+        if owner == len(self.calls):
+            self.geometries.append(LayerGeometry(key.shape[1], key.shape[3], value.shape[3], key.dtype))
+        self.calls.append(AttentionCall(window, softcap, owner))
         self.modules.append(module)
-        self.geometries.append(LayerGeometry(key.shape[1], key.shape[3], value.shape[3], key.dtype))
+        self._kept.append((key, value))
         return value.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
+
+    def _owner(self, key: Tensor, value: Tensor) -> int:
+        """The first call with the same keys and values: some models let layers attend to those of an earlier one."""
+        for number, (other_key, other_value) in enumerate(self._kept):
+            if key is other_key and value is other_value:
+                return number
+        return len(self.calls)
 
 
 def _reserve_name(adapter: ModelAdapter) -> str:

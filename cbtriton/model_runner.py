@@ -137,6 +137,9 @@ class ModelRunner:
             for path, how in self._settings.items()
         }
         # A device runs beside the host by itself; on a CPU a thread does.
+        # Of each group; once as numbers and once where kernels read them.
+        self._page_sizes = config.cache_layout.page_sizes
+        self._page_size_column = torch.tensor(self._page_sizes, dtype=torch.int32, device=adapter.device)
         self._has_worker = config.async_depth > 0 and adapter.device.type == "cpu"
         self._worker: ThreadPoolExecutor | None = None
         self.monitor = CompileMonitor()
@@ -295,41 +298,44 @@ class ModelRunner:
         )
 
     def _logits(self, inputs: StepInputs, path: Path, num_tokens: int, max_kv: int) -> Tensor:
-        table, page_size = self._table, self._cache.page_size
+        table = self._table
         input_ids, positions, slots, cu_seqlens_q, seq_lens = self._kernels.prepare_inputs(
             table.token_table,
             table.block_tables,
             inputs.rows,
             inputs.starts,
             inputs.counts,
-            page_size,
+            self._page_size_column,
             num_tokens,
         )
         plan_attention = self._kernels.decode_plan if path == "decode" else self._kernels.varlen_plan
         self._attention.begin(
-            ForwardContext(
-                path=path,
-                block_tables=table.block_tables,
-                rows=inputs.rows,
-                cu_seqlens_q=cu_seqlens_q,
-                seq_lens=seq_lens,
-                slots=slots,
-                attention_plan=plan_attention(
-                    table.block_tables, inputs.rows, cu_seqlens_q, seq_lens, page_size, max_kv
-                ),
-                max_kv=max_kv,
-            )
+            [
+                ForwardContext(
+                    path=path,
+                    block_tables=block_tables,
+                    rows=inputs.rows,
+                    cu_seqlens_q=cu_seqlens_q,
+                    seq_lens=seq_lens,
+                    slots=group_slots,
+                    attention_plan=plan_attention(block_tables, inputs.rows, cu_seqlens_q, seq_lens, page_size, max_kv),
+                    max_kv=max_kv,
+                )
+                for block_tables, group_slots, page_size in zip(
+                    table.block_tables, slots, self._page_sizes, strict=True
+                )
+            ]
         )
         logits = self._adapter.forward(input_ids, positions, inputs.logit_indices.long())
         self._attention.end()
         return logits
 
-    def _swap(self, swaps: tuple[BlockSwap, ...], copy: Callable[[KVCache, BlockSwap], None]) -> tuple[str, ...]:
+    def _swap(self, swaps: tuple[BlockSwap, ...], copy: Callable[[BlockSwap], None]) -> tuple[str, ...]:
         """Copies between device and host memory; returns the requests for which that failed."""
         failed = []
         for swap in swaps:
             try:
-                copy(self._cache, swap)
+                copy(swap)
             except Exception:  # Whatever it is: one request computes its cache again, and the others get on.
                 _logger.exception("copying %d blocks from or to host memory failed", len(swap.host_blocks))
                 failed.append(swap.request_id)
@@ -339,8 +345,8 @@ class ModelRunner:
         device = self._adapter.device
         sources = torch.tensor([copy.source for copy in copies], device=device)
         targets = torch.tensor([copy.target for copy in copies], device=device)
-        for layer in self._cache.layers:
-            self._kernels.block_copy(layer.key, layer.value, sources, targets)
+        for pool in self._cache.pools:
+            self._kernels.block_copy(pool.key, pool.value, sources, targets)
 
 
 def _to_host(column: Tensor) -> Tensor:

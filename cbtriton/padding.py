@@ -77,7 +77,7 @@ class PaddingPolicy:
             max_batch_tokens=config.max_batch_tokens,
             # Each row runs at least one token.
             max_requests=min(config.max_requests, config.max_batch_tokens),
-            max_kv=config.max_blocks_per_request * config.page_size,
+            max_kv=config.max_blocks_per_request * min(config.cache_layout.page_sizes),
             max_decode_kv=config.max_decode_blocks * config.page_size,
             padded_paths=config.padded_paths,
             flexible_paths=config.flexible_paths,

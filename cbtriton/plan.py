@@ -47,17 +47,25 @@ class RowStart:
 
 
 @dataclass(frozen=True, slots=True)
-class BlockTableUpdate:
-    """Blocks `block_ids` become entries `first_index`, `first_index + 1`, … of a row's block table."""
+class TableEntries:
+    """Blocks `block_ids` are entries `first_index`, `first_index + 1`, … of a group's block table."""
 
-    row: int
+    group: int
     first_index: int
     block_ids: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
+class BlockTableUpdate:
+    """Entries of a row's block tables change. Those in front of a group's window may stay what they were."""
+
+    row: int
+    entries: tuple[TableEntries, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class BlockCopy:
-    """The contents of block `source` are copied to block `target`, in all layers, before the step runs."""
+    """The contents of block `source` are copied to block `target` before the step runs."""
 
     source: int
     target: int
@@ -65,7 +73,7 @@ class BlockCopy:
 
 @dataclass(frozen=True, slots=True)
 class BlockSwap:
-    """A request's blocks move between device and host memory, in all layers.
+    """A request's blocks move between device and host memory.
 
     Attributes:
         request_id: Whose blocks they are.

@@ -193,6 +193,7 @@ class Request:
         record_timestamps: Whether the time of each token is kept.
         cache_salt: Requests with different salts never share cached blocks.
         parent_id: Id of the request whose prompt cache this one may fork; None for an ordinary request.
+        is_pin: Whether its prompt stays in the cache after its end, until `Scheduler.unpin`.
         generated: Tokens generated so far.
         logprobs: Their log-probabilities, when asked for.
         timestamps: Their times, when asked for.
@@ -217,6 +218,7 @@ class Request:
     record_timestamps: bool = False
     cache_salt: str | None = None
     parent_id: str | None = None
+    is_pin: bool = False
     generated: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     timestamps: list[float] = field(default_factory=list)

@@ -23,13 +23,15 @@ class RequestTable:
     Args:
         num_rows: Requests that can run at once; the attributes have one row more.
         max_len: Longest sequence in tokens, the last generated token included.
+        num_groups: Block tables of each request.
         max_blocks: Longest block table.
         device: Where the table lives.
 
     Attributes:
         padding_row: The row of no request.
         token_table: `[num_rows, max_len]` int32, prompt and generated tokens by position.
-        block_tables: `[num_rows, max_blocks]` int32; the null block beyond the request's own.
+        block_tables: `[num_groups, num_rows, max_blocks]` int32; what lies in front of a group's window and behind
+            the request's own blocks means nothing.
         temperature: `[num_rows]` float32; 0 for greedy rows.
         top_k: `[num_rows]` int32; 0 is off.
         top_p: `[num_rows]` float32; 1 is off.
@@ -56,12 +58,12 @@ class RequestTable:
         eta_cutoff: `[num_rows]` float32; 0 is off.
     """
 
-    def __init__(self, num_rows: int, max_len: int, max_blocks: int, device: torch.device) -> None:
+    def __init__(self, num_rows: int, max_len: int, num_groups: int, max_blocks: int, device: torch.device) -> None:
         self.padding_row = num_rows
         num_rows += 1
         # Never read beyond what was written, so the (large) token table needs no initial value.
         self.token_table = torch.empty((num_rows, max_len), dtype=torch.int32, device=device)
-        self.block_tables = torch.zeros((num_rows, max_blocks), dtype=torch.int32, device=device)
+        self.block_tables = torch.zeros((num_groups, num_rows, max_blocks), dtype=torch.int32, device=device)
         self.temperature = torch.zeros(num_rows, dtype=torch.float32, device=device)
         self.top_k = torch.zeros(num_rows, dtype=torch.int32, device=device)
         self.top_p = torch.ones(num_rows, dtype=torch.float32, device=device)

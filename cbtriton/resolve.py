@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, TypeVar
 
+from cbtriton.cache_layout import CacheLayout
 from cbtriton.config import (
     CompileRegion,
     CompileSettings,
@@ -79,23 +80,25 @@ def resolve(
     config = ContinuousBatchingConfig.from_any(config)
     log = _Log()
     captured_paths = _captured_paths(config, facts, log)
+    layout = CacheLayout.of(facts.cached_layers, config.page_size)
     default_margin = _scheduler_margin(config, scheduler_types)
 
     wanted_requests, requests_why = _wanted_requests(config, hints)
-    num_blocks = _num_blocks(config, hints, facts, wanted_requests, has_logits_processing, log)
-    max_requests = _max_requests(config, wanted_requests, requests_why, num_blocks, log)
-    max_model_len = _max_model_len(config, facts, num_blocks, log)
+    num_blocks = _num_blocks(config, hints, facts, layout, wanted_requests, has_logits_processing, log)
+    max_requests = _max_requests(config, layout, wanted_requests, requests_why, num_blocks, log)
+    max_model_len = _max_model_len(config, facts, layout, num_blocks, log)
     max_decode_blocks = _max_decode_blocks(config, hints, max_model_len, log)
     compiled: dict[_Path, CompileSettings | None] = {path: _compile_settings(config, path) for path in _PATHS}
     padded_paths = _padded_paths(config, compiled, captured_paths, log)
     flexible_paths: tuple[_Path, ...] = tuple(path for path in _PATHS if compiled[path] and path not in padded_paths)
     return EngineConfig(
         page_size=config.page_size,
+        cache_layout=layout,
         num_blocks=num_blocks,
-        num_host_blocks=_num_host_blocks(config, facts, num_blocks, log),
-        max_batch_tokens=_max_batch_tokens(config, facts, num_blocks, max_requests, log),
+        num_host_blocks=_num_host_blocks(config, facts, layout, num_blocks, log),
+        max_batch_tokens=_max_batch_tokens(config, facts, layout, num_blocks, max_requests, log),
         max_requests=max_requests,
-        max_blocks_per_request=_blocks_for(max_model_len, config.page_size),
+        max_blocks_per_request=layout.max_pages(max_model_len),
         max_decode_blocks=max_decode_blocks,
         max_model_len=max_model_len,
         use_decode_path=max_decode_blocks > 0,
@@ -177,33 +180,42 @@ def _num_blocks(
     config: ContinuousBatchingConfig,
     hints: WorkloadHints,
     facts: ModelFacts,
+    layout: CacheLayout,
     wanted_requests: int,
     has_logits_processing: bool,
     log: _Log,
 ) -> int:
+    fewest, page = layout.peak_blocks(1, 1), f"a block of {config.page_size} tokens takes {layout.block_bytes} bytes"
     if config.num_blocks is not None:
+        if config.num_blocks < fewest:
+            raise ValueError(
+                f"num_blocks must be at least {fewest} for this model, which has {fewest} groups of layers with a "
+                f"block each, got {config.num_blocks}"
+            )
         return config.num_blocks
     share = _memory_share(config, facts, has_logits_processing, log)
-    block_bytes = config.page_size * facts.kv_bytes_per_token
+    block_bytes = layout.block_bytes
     fitting = int(share * facts.available_memory_bytes) // block_bytes
-    if fitting < 1:
+    if fitting < fewest:
+        needed = f", a request needs {fewest} of them" if fewest > 1 else ""
         raise ValueError(
-            f"no memory for the cache: a block of {config.page_size} tokens takes {block_bytes} bytes, and "
-            f"{share:g} of the {facts.available_memory_bytes} bytes available hold {fitting} blocks; free "
-            "memory, lower page_size, raise max_memory_percent or set num_blocks"
+            f"no memory for the cache: {page}{needed}, and {share:g} of the {facts.available_memory_bytes} bytes "
+            f"available hold {fitting} blocks; free memory, lower page_size, raise max_memory_percent or set num_blocks"
         )
     why = f"{share:g} of {facts.available_memory_bytes} bytes available, {block_bytes} bytes per block"
-    for useful, reason in _useful_blocks(config, hints, facts, wanted_requests):
+    for useful, reason in _useful_blocks(config, hints, facts, layout, wanted_requests):
         if useful < fitting:
             fitting, why = useful, reason
     return log.decide("num_blocks", None, fitting, why)
 
 
-def _num_host_blocks(config: ContinuousBatchingConfig, facts: ModelFacts, num_blocks: int, log: _Log) -> int:
+def _num_host_blocks(
+    config: ContinuousBatchingConfig, facts: ModelFacts, layout: CacheLayout, num_blocks: int, log: _Log
+) -> int:
     asked, threshold = config.cpu_offload_space, config.cpu_offload_space_safety_threshold
     if asked == 0:
         return 0
-    block_bytes = config.page_size * facts.kv_bytes_per_token
+    block_bytes = layout.block_bytes
     # Where device and host share their memory, the cache takes its part of it first.
     cache_bytes = num_blocks * block_bytes if facts.device_type in _SHARED_MEMORY_DEVICES else 0
     available = max(0, facts.available_host_memory_bytes - cache_bytes)
@@ -243,38 +255,52 @@ def _memory_share(config: ContinuousBatchingConfig, facts: ModelFacts, has_logit
 
 
 def _useful_blocks(
-    config: ContinuousBatchingConfig, hints: WorkloadHints, facts: ModelFacts, wanted_requests: int
+    config: ContinuousBatchingConfig,
+    hints: WorkloadHints,
+    facts: ModelFacts,
+    layout: CacheLayout,
+    wanted_requests: int,
 ) -> Iterator[tuple[int, str]]:
-    """Numbers of blocks beyond which more would stay empty, each with its reason."""
+    """Numbers of blocks beyond which more would stay empty, each with its reason.
+
+    Layers with a window could do with fewer for requests that run, but keep what leaves it as cached prefixes.
+    """
     longest = 0
     if facts.max_position_embeddings is not None:
-        longest = _blocks_for(facts.max_position_embeddings, config.page_size)
+        longest = layout.peak_blocks(facts.max_position_embeddings, facts.max_position_embeddings)
         yield (
             wanted_requests * longest,
             f"{wanted_requests} requests of {facts.max_position_embeddings} positions",
         )
     if hints.max_length > 0 and hints.num_requests > 0:
         # Hints may be wrong, and a manager may outlive them: one request of any length must still fit.
-        hinted = hints.num_requests * (_blocks_for(hints.max_length, config.page_size) + 1)
+        hinted = hints.num_requests * layout.peak_blocks(hints.max_length + config.page_size, hints.max_length)
         yield (
             max(hinted, longest),
             f"{hints.num_requests} hinted requests of {hints.max_length} tokens, or one of the longest",
         )
 
 
-def _max_requests(config: ContinuousBatchingConfig, wanted: int, why: str, num_blocks: int, log: _Log) -> int:
+def _max_requests(
+    config: ContinuousBatchingConfig, layout: CacheLayout, wanted: int, why: str, num_blocks: int, log: _Log
+) -> int:
     if config.max_requests_per_batch is not None:
         return wanted
-    if num_blocks < wanted:
-        wanted, why = num_blocks, "each running request holds at least one block of its own"
+    most = num_blocks // layout.peak_blocks(1, 1)
+    if most < wanted:
+        wanted, why = most, "each running request holds at least one block of its own"
     return log.decide("max_requests_per_batch", None, wanted, why)
 
 
-def _max_model_len(config: ContinuousBatchingConfig, facts: ModelFacts, num_blocks: int, log: _Log) -> int:
-    capacity = num_blocks * config.page_size
-    if facts.max_position_embeddings is None or capacity < facts.max_position_embeddings:
-        return log.decide("max_model_len", None, capacity, f"{num_blocks} blocks of {config.page_size} tokens")
-    return log.decide("max_model_len", None, facts.max_position_embeddings, "the positions of the model")
+def _max_model_len(
+    config: ContinuousBatchingConfig, facts: ModelFacts, layout: CacheLayout, num_blocks: int, log: _Log
+) -> int:
+    # Where every layer has a window, sequences of any length fit; the tables of tokens and blocks must end somewhere.
+    at_most = facts.max_position_embeddings or num_blocks * max(layout.page_sizes)
+    fitting = layout.num_fitting_tokens(num_blocks, at_most)
+    if fitting == facts.max_position_embeddings:
+        return log.decide("max_model_len", None, fitting, "the positions of the model")
+    return log.decide("max_model_len", None, fitting, f"{num_blocks} blocks of {config.page_size} tokens")
 
 
 def _max_decode_blocks(config: ContinuousBatchingConfig, hints: WorkloadHints, max_model_len: int, log: _Log) -> int:
@@ -289,11 +315,16 @@ def _max_decode_blocks(config: ContinuousBatchingConfig, hints: WorkloadHints, m
 
 
 def _max_batch_tokens(
-    config: ContinuousBatchingConfig, facts: ModelFacts, num_blocks: int, max_requests: int, log: _Log
+    config: ContinuousBatchingConfig,
+    facts: ModelFacts,
+    layout: CacheLayout,
+    num_blocks: int,
+    max_requests: int,
+    log: _Log,
 ) -> int:
     if config.max_batch_tokens is not None:
         return config.max_batch_tokens
-    cache_bytes = num_blocks * config.page_size * facts.kv_bytes_per_token
+    cache_bytes = num_blocks * layout.block_bytes
     logits_bytes = max_requests * facts.vocab_size * facts.logits_dtype_bytes
     room = facts.available_memory_bytes - cache_bytes - logits_bytes
     fitting = room // facts.activation_bytes_per_token

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from cbtriton.cache_layout import CacheLayout
 from cbtriton.config import MAX_SEED, check_integer, check_number
 from cbtriton.processors import PROCESSOR_OPTIONS, ProcessorOptions
 from cbtriton.request import SamplingParams, StopRules
@@ -135,13 +136,13 @@ class RequestLimits:
     Attributes:
         vocab_size: Number of token ids that the model can produce.
         max_model_len: Tokens of the longest sequence that can be in the cache.
-        page_size: Tokens per block.
-        num_blocks: Blocks in the cache.
+        cache_layout: How many blocks a sequence takes.
+        num_blocks: Blocks in the cache that are not pinned.
     """
 
     vocab_size: int
     max_model_len: int
-    page_size: int
+    cache_layout: CacheLayout
     num_blocks: int
 
     def most_new_tokens(self, prompt_length: int) -> int:
@@ -392,10 +393,10 @@ def _max_new_tokens(defaults: SamplingDefaults, asked: object, prompt_length: in
 
 def _too_long(limits: RequestLimits, what: str, needed: int, remedy: str) -> RequestTooLongError:
     # The last generated token never enters the cache, so it needs no place.
-    blocks = -(-needed // limits.page_size)
+    blocks = limits.cache_layout.peak_blocks(needed, 1)
     if blocks > limits.num_blocks:
         return RequestTooLongError(
-            f"{what} needs {blocks} blocks of {limits.page_size} tokens, and the cache has "
+            f"{what} needs {blocks} blocks of {limits.cache_layout.kinds[0].page_size} tokens, and the cache has "
             f"{limits.num_blocks}; {remedy}, or raise num_blocks"
         )
     return RequestTooLongError(

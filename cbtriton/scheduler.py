@@ -96,18 +96,19 @@ class SchedulerLimits:
         max_batch_tokens: Query tokens per step.
         max_requests: Requests that run at once, which is also the number of rows of the request table.
         safety_margin: Share of all blocks below which no new prefill starts, 0…1.
-        max_decode_blocks: Longest context, in blocks, that the decode path takes; 0 turns it off.
+        max_decode_tokens: Longest context that the decode path takes; 0 turns it off.
     """
 
     max_batch_tokens: int
     max_requests: int
     safety_margin: float
-    max_decode_blocks: int
+    max_decode_tokens: int
 
     @classmethod
     def of(cls, config: EngineConfig) -> SchedulerLimits:
         """The budgets that an engine's configuration describes."""
-        return cls(config.max_batch_tokens, config.max_requests, config.safety_margin, config.max_decode_blocks)
+        max_decode_tokens = config.max_decode_blocks * config.page_size
+        return cls(config.max_batch_tokens, config.max_requests, config.safety_margin, max_decode_tokens)
 
 
 @dataclass(slots=True)
@@ -140,7 +141,7 @@ class _Share:
     count: int
     table_update: BlockTableUpdate | None
     row_start: RowStart | None = None
-    block_copy: BlockCopy | None = None
+    block_copies: tuple[BlockCopy, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +150,7 @@ class _Prefix:
 
     num_tokens: int
     is_fork: bool
-    block_copy: BlockCopy | None
+    block_copies: tuple[BlockCopy, ...]
 
 
 @dataclass(slots=True)
@@ -203,6 +204,8 @@ class Scheduler:
         self._waiting: deque[Request] = deque()
         # Requests that wait for the prompt of their parent, by its id.
         self._children: dict[str, list[Request]] = {}
+        # Requests whose prompts stay in the cache, by id; those that have ended hold a pin there.
+        self._pins: dict[str, Request] = {}
         # In order of admission: the last one is the newest and the first to be preempted.
         self._running: dict[str, Request] = {}
         self._free_rows = list(range(limits.max_requests - 1, -1, -1))
@@ -230,7 +233,9 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Takes a request in. It must fit the cache on its own (the manager checks).
 
-        A request with a `parent_id` waits until the parent's prompt is computed and forks its cache.
+        A request with a `parent_id` waits until the parent's prompt is computed and forks its cache. One that pins its
+        prompt ends with an error where another request that is here would not have enough blocks any more; when cached
+        prefixes are forgotten, it runs again.
 
         Raises:
             ValueError: The id is in flight.
@@ -238,11 +243,18 @@ class Scheduler:
         if request.request_id in self._requests:
             raise ValueError(f"request id {request.request_id!r} is in flight; use another id or wait for its result")
         self._requests[request.request_id] = request
+        if request.is_pin:
+            self._pins[request.request_id] = request
         if request.parent_id in self._requests:
             self._children.setdefault(request.parent_id, []).append(request)
         else:
             self._waiting.append(request)
         self.counters.prompt_tokens += len(request.prompt_ids)
+
+    def unpin(self, request_id: str) -> None:
+        """Lets a pinned prompt be evicted like others, even one that is yet to be computed; unknown ids do nothing."""
+        if request_id in self._pins and self._pins.pop(request_id).is_terminal:
+            self._blocks.unpin(request_id)
 
     def cancel(self, request_id: str) -> list[GenerationOutput]:
         """Ends a request and the children that still wait for its prompt. Unknown ids have no effect.
@@ -266,9 +278,27 @@ class Scheduler:
         return [self._end(request, RequestStatus.FAILED, "error", error) for request in list(self._requests.values())]
 
     def reset_prefix_cache(self) -> None:
-        """Forgets all cached prefixes and what preempted requests computed; running ones keep what they have."""
+        """Forgets all cached prefixes and what preempted requests computed; running ones keep what they have.
+
+        Pinned prompts are computed again, before anything else that waits.
+        """
         self._blocks.reset_prefix_cache()
         self._host_blocks.clear()
+        for request_id, pinned in reversed(self._pins.items()):
+            if pinned.row is not None:
+                self._return_to_queue(pinned)
+            elif pinned.is_terminal:
+                self._blocks.unpin(request_id)
+                again = Request(
+                    request_id,
+                    pinned.prompt_ids,
+                    pinned.sampling,
+                    pinned.stop,
+                    cache_salt=pinned.cache_salt,
+                    is_pin=True,
+                )
+                self._pins[request_id] = self._requests[request_id] = again
+                self._waiting.appendleft(again)
 
     # --------------------------------------------------------------------------------------------- planning
 
@@ -301,6 +331,7 @@ class Scheduler:
             wanted = min(request.num_remaining, draft.budget)
             if row is None or wanted <= 0 or self._last_token_is_in_flight(request):
                 continue
+            self._blocks.leave_window(request.request_id, request.num_computed)
             count = self._make_room(request, wanted, draft)
             if count > 0:
                 draft.grant(self._share(request, row, count))
@@ -311,14 +342,14 @@ class Scheduler:
     def _make_room(self, request: Request, wanted: int, draft: _Draft) -> int:
         """How many of `wanted` tokens the request can run, after preempting newer requests as far as needed."""
         while True:
-            room = self._blocks.num_addable_tokens(request.request_id, request.num_computed)
-            if room >= wanted:
-                return wanted
+            room = self._blocks.num_addable_tokens(request.request_id, request.num_computed, wanted)
+            if room == wanted:
+                return room
             victim = next(reversed(self._running.values()))
             if victim is request:
                 # Nobody is newer. It waits with what it has: an older request takes its blocks if it needs them,
                 # and the oldest one always gets on, so somebody does.
-                return max(room, 0)
+                return room
             self._preempt(victim, draft)
 
     def _preempt(self, victim: Request, draft: _Draft) -> None:
@@ -334,7 +365,7 @@ class Scheduler:
         num_tokens = min(victim.num_computed, victim.num_tokens - 1)
         if num_tokens == 0 or self._blocks.is_outdated(request_id):
             return
-        block_ids = self._blocks.block_ids(request_id)[: self._blocks.num_blocks_for(num_tokens)]
+        block_ids = self._blocks.seen_blocks(request_id, num_tokens)
         self.counters.offloads += self._host_blocks.offload(request_id, block_ids, num_tokens)
 
     def _return_to_queue(self, request: Request) -> None:
@@ -353,24 +384,27 @@ class Scheduler:
         """Starts a waiting request if memory allows; never preempts for it."""
         blocks = self._blocks
         # A request that would run alone always passes, here and below: all blocks are available, and it fits them.
-        if blocks.num_available < max(int(self._limits.safety_margin * blocks.num_blocks), 1):
+        if blocks.num_available < max(int(self._limits.safety_margin * blocks.num_unpinned), blocks.num_groups):
             return False
         token_ids = request.token_ids
         prefix = self._attach_prefix(request, token_ids, draft)
         # All that is known must fit: a prompt that stops half-way only takes memory from others.
-        if blocks.num_addable_tokens(request.request_id, num_tokens=0) < len(token_ids):
+        num_missing = blocks.num_missing_blocks(request.request_id, len(token_ids), self._limits.max_batch_tokens)
+        if num_missing > blocks.num_available:
             blocks.release(request.request_id)
             return False
         self._count_admission(len(token_ids), prefix)
         num_restored = self._restore(request, prefix)
         row = self._enter_row(request, prefix.num_tokens, num_restored)
-        num_new = len(token_ids) - request.num_computed
-        share = self._share(request, row, min(num_new, draft.budget))
-        share.table_update = BlockTableUpdate(row, 0, blocks.block_ids(request.request_id))
+        wanted = min(len(token_ids) - request.num_computed, draft.budget)
+        # Fewer only where the whole pool is too small for what layers with windows hold in such a step.
+        count = blocks.num_addable_tokens(request.request_id, request.num_computed, wanted)
+        share = self._share(request, row, count)
+        share.table_update = BlockTableUpdate(row, blocks.entries(request.request_id))
         share.row_start = RowStart(
             row, token_ids, len(request.prompt_ids), request.sampling, request.stop.eos_token_ids
         )
-        share.block_copy = prefix.block_copy
+        share.block_copies = prefix.block_copies
         draft.grant(share)
         self._index(share)
         return True
@@ -381,10 +415,10 @@ class Scheduler:
         if parent is not None:
             # The prompt's last token is computed again: the child draws its own first token from it.
             num_tokens = len(request.prompt_ids) - 1
-            block_copy = self._blocks.fork(parent.request_id, request.request_id, num_tokens)
-            return _Prefix(num_tokens, is_fork=True, block_copy=block_copy)
+            block_copies = self._blocks.fork(parent.request_id, request.request_id, num_tokens)
+            return _Prefix(num_tokens, is_fork=True, block_copies=block_copies)
         match = self._blocks.match_prefix(token_ids, request.cache_salt)
-        return _Prefix(self._blocks.start(request.request_id, match), is_fork=False, block_copy=None)
+        return _Prefix(self._blocks.start(request.request_id, match), is_fork=False, block_copies=())
 
     def _parent_to_fork(self, request: Request, draft: _Draft) -> Request | None:
         """The request's parent if its cache holds this request's prompt."""
@@ -393,6 +427,8 @@ class Scheduler:
             return None
         # Copies come before the step: a parent that resumes in it may rest on blocks that the step has yet to write.
         if draft.admits(parent.request_id) or parent.is_restoring or self._blocks.is_outdated(parent.request_id):
+            return None
+        if not self._blocks.can_fork(parent.request_id, len(request.prompt_ids) - 1):
             return None
         # Once the parent has ended, its id may name a request that is no relation.
         is_related = parent.prompt_ids == request.prompt_ids and parent.cache_salt == request.cache_salt
@@ -407,9 +443,10 @@ class Scheduler:
             return 0
         # A request that forks holds its whole prompt, and one that was off-loaded before its first token less: here
         # the prefix is whole blocks.
-        num_cached_blocks = self._blocks.num_blocks_held(request_id)
-        self._blocks.extend(request_id, num_tokens)
-        self._host_blocks.restore(request_id, self._blocks.block_ids(request_id), num_cached_blocks)
+        self._blocks.leave_window(request_id, num_tokens)
+        cached = self._blocks.block_ids(request_id)
+        self._blocks.extend(request_id, num_tokens, num_tokens)
+        self._host_blocks.restore(request_id, self._blocks.seen_blocks(request_id, num_tokens), cached)
         num_restored = num_tokens - prefix.num_tokens
         self.counters.restores += 1
         self.counters.restored_tokens += num_restored
@@ -450,21 +487,17 @@ class Scheduler:
     def _share(self, request: Request, row: int, count: int) -> _Share:
         """The request's next `count` tokens, with the blocks that they need."""
         start = request.num_computed
-        added = self._blocks.extend(request.request_id, start + count)
-        update = None
-        if added:
-            first_index = self._blocks.num_blocks_held(request.request_id) - len(added)
-            update = BlockTableUpdate(row, first_index, added)
-        return _Share(request, row, start, count, update)
+        added = self._blocks.extend(request.request_id, start, start + count)
+        return _Share(request, row, start, count, BlockTableUpdate(row, added) if added else None)
 
     def _index(self, share: _Share) -> None:
-        request, page_size = share.request, self._blocks.page_size
+        request = share.request
         if request.is_restoring:
             return
         # The host learns a token in flight one step late, and so that the block it completes is whole.
         num_known = min(share.start + share.count, request.num_tokens)
-        # Decodes complete a block once in `page_size` steps: skip the others before building the token list.
-        if num_known // page_size > (num_known - share.count) // page_size:
+        # Decodes complete a page once in `page_size` steps: skip the others before building the token list.
+        if self._blocks.completes_page(num_known - share.count, num_known):
             self._blocks.index_blocks(request.request_id, request.token_ids, num_known)
 
     def _freeze(self, draft: _Draft) -> BatchPlan:
@@ -486,9 +519,8 @@ class Scheduler:
                 table_updates.append(share.table_update)
             if share.row_start is not None:
                 row_starts.append(share.row_start)
-            if share.block_copy is not None:
-                block_copies.append(share.block_copy)
-        is_decode = num_tokens == len(rows) and max_seq_len <= self._limits.max_decode_blocks * self._blocks.page_size
+            block_copies += share.block_copies
+        is_decode = num_tokens == len(rows) and max_seq_len <= self._limits.max_decode_tokens
         return BatchPlan(
             path="decode" if is_decode else "varlen",
             rows=tuple(rows),
@@ -573,6 +605,11 @@ class Scheduler:
         self._host_blocks.free(request.request_id)
         self._queue_children(request.request_id)
         del self._requests[request.request_id]
+        if request.request_id in self._pins and status == RequestStatus.FINISHED:
+            error = self._hold_pin(request)
+            status, reason = (RequestStatus.FAILED, "error") if error else (status, reason)
+        if status != RequestStatus.FINISHED:
+            self._pins.pop(request.request_id, None)
         request.status = status
         request.finish_reason = reason
         request.error = error
@@ -581,6 +618,22 @@ class Scheduler:
         self.counters.requests_failed += status == RequestStatus.FAILED
         self.counters.requests_cancelled += status == RequestStatus.CANCELLED
         return request.to_output()
+
+    def _hold_pin(self, request: Request) -> str | None:
+        """Pins the prompt of a request that has just ended; returns why that cannot be."""
+        blocks = self._blocks
+        # One more token than there is: all of the prompt may match.
+        blocks.pin(request.request_id, blocks.match_prefix([*request.prompt_ids, 0], request.cache_salt))
+        for other in self._requests.values():
+            needed = blocks.peak_blocks(len(other.prompt_ids) + other.stop.max_new_tokens - 1, 1)
+            if needed > blocks.num_unpinned:
+                num_left = blocks.num_unpinned
+                blocks.unpin(request.request_id)
+                return (
+                    f"pinning this prefix would leave {num_left} of {blocks.num_blocks} blocks, and request "
+                    f"{other.request_id!r} needs {needed}; pin it when that has ended, or raise num_blocks"
+                )
+        return None
 
 
 def _why_invalid(request: Request) -> str:

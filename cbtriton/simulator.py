@@ -239,7 +239,7 @@ def simulate(config: EngineConfig, trace: Sequence[TraceRequest]) -> Simulation:
         ValueError: A request does not fit the cache or the model.
     """
     answers = {str(index): _Answer.of(index, entry) for index, entry in enumerate(trace)}
-    blocks = BlockManager(config.num_blocks, config.page_size, config.share_blocks)
+    blocks = BlockManager(config.num_blocks, config.cache_layout.kinds, config.share_blocks)
     scheduler = Scheduler(
         SCHEDULERS.get(config.scheduler_type),
         blocks,

@@ -68,6 +68,8 @@ class EngineStats:
     counts requests that came back from there, with `restored_tokens` tokens; the prefix cache may have had more when
     they did. `failed_swaps` counts requests that compute again because such a copy failed. `host_blocks_in_use` of
     `host_blocks_total` hold something; all of them take `host_cache_bytes`.
+
+    `blocks_pinned` of the `blocks_in_use` hold pinned prefixes, whether requests use them or not.
     """
 
     steps: int = 0
@@ -95,6 +97,7 @@ class EngineStats:
     blocks_total: int = 0
     blocks_in_use: int = 0
     blocks_cached: int = 0
+    blocks_pinned: int = 0
     blocks_free: int = 0
     num_running: int = 0
     num_waiting: int = 0

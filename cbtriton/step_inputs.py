@@ -225,13 +225,14 @@ class StepInputsWriter:
             self._table.rule_prefixes[row, : len(prefixes)] = self._to_device(prefixes)
 
     def _update_block_tables(self, updates: Sequence[BlockTableUpdate]) -> None:
-        rows = chain.from_iterable([update.row] * len(update.block_ids) for update in updates)
-        columns = chain.from_iterable(
-            range(update.first_index, update.first_index + len(update.block_ids)) for update in updates
-        )
-        block_ids = chain.from_iterable(update.block_ids for update in updates)
-        index = self._to_device([list(rows), list(columns), list(block_ids)])
-        self._table.block_tables[index[0].long(), index[1].long()] = index[2]
+        changes = [
+            (entries.group, update.row, entries.first_index + offset, block_id)
+            for update in updates
+            for entries in update.entries
+            for offset, block_id in enumerate(entries.block_ids)
+        ]
+        groups, rows, columns, block_ids = self._to_device(changes).unbind(1)
+        self._table.block_tables[groups.long(), rows.long(), columns.long()] = block_ids
 
     def _to_device(self, values: object, dtype: torch.dtype = torch.int32) -> Tensor:
         return self._on_host(values, dtype).to(self._device, non_blocking=True)

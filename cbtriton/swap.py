@@ -10,7 +10,7 @@ it waits. Nothing here is evicted: what does not fit is not taken in.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 
 from cbtriton.plan import BlockSwap
@@ -54,7 +54,7 @@ class HostBlocks:
 
         Args:
             request_id: Whose it is; it must have nothing here.
-            block_ids: The device blocks of its first `num_tokens` tokens, in order of position. They may be given to
+            block_ids: The device blocks that hold what it needs of its first `num_tokens` tokens. They may be given to
                 others at once: the next plan copies them before anything else.
             num_tokens: Tokens, at least 1.
 
@@ -70,18 +70,20 @@ class HostBlocks:
         self._swaps_out[request_id] = BlockSwap(request_id, tuple(block_ids), host_blocks)
         return True
 
-    def restore(self, request_id: str, block_ids: Sequence[int], first_index: int) -> None:
+    def restore(self, request_id: str, block_ids: Sequence[int], written: Container[int]) -> None:
         """Gives a request's cache back; the next plan copies it.
 
         Args:
             request_id: Whose it is.
-            block_ids: Its new device blocks, in order of position, as many as it had.
-            first_index: Only blocks from this one on are copied; the others hold their tokens already.
+            block_ids: Its new device blocks, as many as it had and in the same order.
+            written: Those of them that hold their tokens already: they are not copied.
         """
         host_blocks = self._offloaded.pop(request_id).block_ids
-        copied = BlockSwap(request_id, tuple(block_ids[first_index:]), host_blocks[first_index:])
-        self._swaps_in.append(copied)
-        self._give_back(host_blocks[:first_index])
+        pairs = list(zip(block_ids, host_blocks, strict=True))
+        copied = [pair for pair in pairs if pair[0] not in written]
+        device_blocks = tuple(block_id for block_id, _ in copied)
+        self._swaps_in.append(BlockSwap(request_id, device_blocks, tuple(host_block for _, host_block in copied)))
+        self._give_back([host_block for block_id, host_block in pairs if block_id in written])
 
     def free(self, request_id: str) -> None:
         """Forgets what the request has here, if anything."""
@@ -120,4 +122,4 @@ class HostBlocks:
         assert sorted(held + read + self._free) == list(range(self.num_blocks)), "a block was lost or is held twice"
         assert set(self._swaps_out) <= {*self._offloaded, *(swap.request_id for swap in self._swaps_in)}
         for swap in (*self._swaps_out.values(), *self._swaps_in):
-            assert len(swap.device_blocks) == len(swap.host_blocks) > 0, "a copy without a source or a target"
+            assert len(swap.device_blocks) == len(swap.host_blocks), "a copy without a source or a target"

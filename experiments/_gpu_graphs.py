@@ -211,7 +211,7 @@ def memory_row(model: Any, manager: ContinuousBatchingManager, hints: WorkloadHi
         vocab_size=config.vocab_size,
         num_embeddings=config.vocab_size,
         max_position_embeddings=config.max_position_embeddings,
-        kv_bytes_per_token=0,
+        cached_layers=(),
         num_layers=config.num_hidden_layers,
         hidden_size=config.hidden_size,
         intermediate_size=config.intermediate_size,

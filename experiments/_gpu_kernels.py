@@ -609,7 +609,8 @@ class Bench:
         entries = torch.randperm(table_rows, device=device)[:rows].to(torch.int32)
         starts = torch.randint(0, max_len - count, (rows,), dtype=torch.int32, device=device)
         counts = torch.full((rows,), count, dtype=torch.int32, device=device)
-        args = (token_table, block_tables, entries, starts, counts, page, rows * count)
+        page_sizes = torch.tensor([page], dtype=torch.int32, device=device)
+        args = (token_table, block_tables[None], entries, starts, counts, page_sizes, rows * count)
 
         def bind(module: Any) -> Call:
             return partial(module.prepare_inputs, *args)

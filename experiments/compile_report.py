@@ -338,9 +338,9 @@ def _block_tables(shape: Shape) -> Tensor:
 def _prepare_inputs(shape: Shape) -> Step:
     step = {
         "token_table": _meta(_TABLE_ROWS, _MAX_LEN),
-        "block_tables": _block_tables(shape),
+        "block_tables": _block_tables(shape)[None],
         **{name: _meta(_ROWS) for name in ("rows", "starts", "counts")},
-        "page_size": shape.page_size,
+        "page_sizes": _meta(1),
         "num_tokens": _TOKENS,
     }
     return step, {}

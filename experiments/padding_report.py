@@ -12,6 +12,7 @@ import argparse
 from dataclasses import replace
 from itertools import product
 
+from cbtriton.cache_layout import CachedLayer
 from cbtriton.config import ContinuousBatchingConfig, EngineConfig, ModelFacts, WorkloadHints
 from cbtriton.padding import PaddingPolicy
 from cbtriton.resolve import resolve
@@ -23,7 +24,7 @@ FACTS = ModelFacts(
     vocab_size=128256,
     num_embeddings=128256,
     max_position_embeddings=131072,
-    kv_bytes_per_token=32768,
+    cached_layers=(CachedLayer(window=0, key_bytes=1024, value_bytes=1024),) * 16,
     num_layers=16,
     hidden_size=2048,
     intermediate_size=8192,

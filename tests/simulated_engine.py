@@ -1,8 +1,8 @@
 """An engine without tensors: the real scheduler and block manager, a simulated cache and a model that is a formula.
 
 The cache holds, for each token, a fingerprint of the whole prefix up to it, as keys and values of a real model do. A
-step reads the fingerprints of all positions that its rows attend to: a block that is stale, forked wrongly, shared
-with the wrong request, written twice or freed too early shows at once.
+step reads the fingerprints of all positions that its rows attend to, in every group of layers: a block that is stale,
+forked wrongly, shared with the wrong request or group, written twice or freed too early shows at once.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from cbtriton.block_manager import NULL_BLOCK, BlockManager
+from cbtriton.block_manager import NULL_BLOCK, BlockManager, Bundle
+from cbtriton.cache_layout import CacheLayout, GroupKind
 from cbtriton.plan import BatchPlan, SampledToken, ScheduledRow, StepResult
 from cbtriton.request import GenerationOutput, Request, RequestStatus, SamplingParams, StopRules
 from cbtriton.scheduler import FIFO, Scheduler, SchedulerLimits, SchedulingPolicy
@@ -50,14 +51,21 @@ def answer(request: Request) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """What one position of the cache holds: a prefix, and the oldest weights that anything in it was computed with."""
+    """What one position of the cache holds.
+
+    Attributes:
+        fingerprint: The prefix up to it.
+        weights: The oldest weights that anything in that prefix was computed with.
+        group: The group whose keys and values these are.
+    """
 
     fingerprint: int
     weights: int
+    group: int
 
 
 # What a copy that failed leaves behind.
-NONSENSE = Entry(-1, 0)
+NONSENSE = Entry(-1, 0, -1)
 
 
 class SimulatedCache(BlockManager):
@@ -70,24 +78,26 @@ class SimulatedCache(BlockManager):
             is written in them must not be written again.
     """
 
-    def __init__(self, num_blocks: int, page_size: int, share_blocks: bool) -> None:
-        super().__init__(num_blocks, page_size, share_blocks)
-        self.contents: list[list[Entry | None]] = [[None] * page_size for _ in range(num_blocks + 1)]
+    def __init__(self, num_blocks: int, kinds: tuple[GroupKind, ...], share_blocks: bool) -> None:
+        super().__init__(num_blocks, kinds, share_blocks)
+        self.largest_page = max(kind.page_size for kind in kinds)
+        self.contents: list[list[Entry | None]] = [[None] * self.largest_page for _ in range(num_blocks + 1)]
         self.sealed: set[int] = set()
         self.released: set[int] = set()
 
     def seal(self) -> None:
-        self.sealed = set(self._contents)
-        self.sealed |= {block_id for block_id, count in enumerate(self._ref_counts) if count > 1}
+        held = [bundle for table in self._tables.values() for mine in table.kinds for bundle in mine.bundles if bundle]
+        shared = {block_id for bundle in held if self._ref_counts[bundle[0]] > 1 for block_id in bundle}
+        self.sealed = shared | {block_id for indexed in self._indexed.values() for block_id in indexed.bundle}
 
-    def _give_back(self, block_id: int) -> None:
-        super()._give_back(block_id)
-        self.released.add(block_id)
-        self.sealed.discard(block_id)
+    def _give_back(self, bundle: Bundle) -> None:
+        super()._give_back(bundle)
+        self.released.update(bundle)
+        self.sealed.difference_update(bundle)
 
     def wipe_released(self) -> None:
         for block_id in self.released:
-            self.contents[block_id] = [None] * self.page_size
+            self.contents[block_id] = [None] * self.largest_page
         self.released.clear()
 
 
@@ -106,6 +116,8 @@ class SimulatedEngine:
     """Steps the scheduler as the engine does, and checks each plan while it runs it.
 
     Args:
+        page_size: Tokens per page of the only kind of groups, where `kinds` names none.
+        kinds: The kinds of groups.
         depth: Steps that may be in flight when the next one is planned.
         copy_fails: Asked for each copy to host memory (`out`) or back (`in`): whether it fails, and leaves nonsense.
     """
@@ -121,12 +133,16 @@ class SimulatedEngine:
         max_decode_blocks: int = 1000,
         share_blocks: bool = True,
         policy: SchedulingPolicy = FIFO,
+        kinds: tuple[GroupKind, ...] = (),
         depth: int = 0,
         num_host_blocks: int = 0,
         copy_fails: Callable[[str], bool] = lambda direction: False,
     ) -> None:
-        self.blocks = SimulatedCache(num_blocks, page_size, share_blocks)
-        self.limits = SchedulerLimits(max_batch_tokens, max_requests, safety_margin, max_decode_blocks)
+        kinds = kinds or (GroupKind(window=0, page_size=page_size, num_groups=1),)
+        # Who belongs to which group, and bytes, are nobody's business here.
+        self.layout = CacheLayout(kinds, (), 1, 1, 1)
+        self.blocks = SimulatedCache(num_blocks, kinds, share_blocks)
+        self.limits = SchedulerLimits(max_batch_tokens, max_requests, safety_margin, max_decode_blocks * page_size)
         self.host_blocks = HostBlocks(num_host_blocks)
         self.scheduler = Scheduler(policy, self.blocks, self.host_blocks, self.limits, StopChecker(lambda: None).check)
         self.depth = depth
@@ -135,9 +151,13 @@ class SimulatedEngine:
         self.updates: list[GenerationOutput] = []
         self.finals: list[GenerationOutput] = []
         self.requests: list[Request] = []
+        # Blocks of each pinned prompt.
+        self.pins: dict[str, int] = {}
         self._in_flight: deque[tuple[BatchPlan, StepResult]] = deque()
         self._rows: dict[int, DeviceRow] = {}
-        self._tables: dict[int, dict[int, int]] = {}
+        # By row and group.
+        self._tables: dict[tuple[int, int], dict[int, int]] = {}
+        self._kind_of_group = [kind for kind in kinds for _ in range(kind.num_groups)]
         self._weights = 0
         self._host_contents: dict[int, list[Entry | None]] = {}
 
@@ -145,8 +165,9 @@ class SimulatedEngine:
 
     @property
     def capacity(self) -> int:
-        """Tokens that fit the cache."""
-        return self.blocks.num_blocks * self.blocks.page_size
+        """Tokens that fit the cache beside what is pinned, or about to be."""
+        num_blocks = self.blocks.num_blocks - sum(self.pins.values())
+        return self.layout.num_fitting_tokens(num_blocks, self.blocks.num_blocks * self.blocks.largest_page)
 
     def add(
         self,
@@ -174,6 +195,24 @@ class SimulatedEngine:
         self.scheduler.add(request)
         self.requests.append(request)
         return request
+
+    def pin(self, request_id: str, prompt: Sequence[int], salt: str | None = None) -> bool:
+        """Pins a prompt of whole pages, if there is room for it beside what any request needs. Ids begin with `pin`."""
+        num_blocks = self.layout.pinned_blocks(len(prompt))
+        open_requests = [request for request in self.requests if not request.is_terminal]
+        longest = max([1, *(len(r.prompt_ids) + r.stop.max_new_tokens - 1 for r in open_requests)])
+        needed = max(self.layout.peak_blocks(len(prompt), 1), num_blocks + self.layout.peak_blocks(longest, 1))
+        if needed > self.blocks.num_blocks - sum(self.pins.values()):
+            return False
+        self.pins[request_id] = num_blocks
+        stop, sampling = StopRules(1, frozenset()), SamplingParams()
+        self.scheduler.add(Request(request_id, list(prompt), sampling, stop, cache_salt=salt, is_pin=True))
+        return True
+
+    def unpin(self, request_id: str) -> None:
+        """Gives a pinned prompt up."""
+        del self.pins[request_id]
+        self.scheduler.unpin(request_id)
 
     def add_family(self, request_id: str, prompt: Sequence[int], max_new_tokens: int, size: int, **kwargs) -> None:
         """Adds a request with `size - 1` children, each with a seed of its own."""
@@ -227,6 +266,7 @@ class SimulatedEngine:
         self._deliver(self.scheduler.commit(*self._in_flight.popleft()))
 
     def _deliver(self, outputs: list[GenerationOutput]) -> None:
+        outputs = [output for output in outputs if not output.request_id.startswith("pin")]
         self.updates += outputs
         self.finals += [output for output in outputs if output.is_finished()]
 
@@ -238,8 +278,9 @@ class SimulatedEngine:
                 list(start.token_ids), start.prompt_length, start.sampling.seed, self._weights, []
             )
         for update in plan.table_updates:
-            table = self._tables.setdefault(update.row, {})
-            table.update(enumerate(update.block_ids, update.first_index))
+            for entries in update.entries:
+                table = self._tables.setdefault((update.row, entries.group), {})
+                table.update(enumerate(entries.block_ids, entries.first_index))
         failed_swaps = self._swap_out(plan)
         self.blocks.wipe_released()
         self._copy_blocks(plan)
@@ -258,7 +299,7 @@ class SimulatedEngine:
         for swap in plan.swaps_out:
             if self.copy_fails("out"):
                 failed.append(swap.request_id)
-                self._host_contents |= dict.fromkeys(swap.host_blocks, [NONSENSE] * self.blocks.page_size)
+                self._host_contents |= {target: [NONSENSE] * self.blocks.largest_page for target in swap.host_blocks}
                 continue
             for source, target in zip(swap.device_blocks, swap.host_blocks, strict=True):
                 self._host_contents[target] = list(self.blocks.contents[source])
@@ -274,7 +315,7 @@ class SimulatedEngine:
                 # What was copied back must not be used again.
                 contents = self._host_contents.pop(source)
                 self.blocks.contents[target] = (
-                    [NONSENSE] * self.blocks.page_size if swap.request_id in failed else contents
+                    [NONSENSE] * self.blocks.largest_page if swap.request_id in failed else contents
                 )
         return failed
 
@@ -289,38 +330,59 @@ class SimulatedEngine:
 
     def _write(self, row: ScheduledRow, owners: dict[int, int]) -> None:
         """Writes the row's new keys and values; `owners` says which row wrote each block in this step."""
-        state, page_size = self._rows[row.row], self.blocks.page_size
+        state = self._rows[row.row]
         end = row.start + row.count
         assert len(state.tokens) >= end, "a token runs before it was sampled"
         state.fingerprints = fingerprints(state.tokens[:end])
+        sees_nonsense = any(
+            self._entry(row.row, group, position) is NONSENSE
+            for group in range(len(self._kind_of_group))
+            for position in range(self._first_seen(group, row.start), row.start)
+        )
         for position in range(row.start, end):
-            block_id, offset = self._tables[row.row][position // page_size], position % page_size
-            assert block_id != NULL_BLOCK
-            assert owners.setdefault(block_id, row.row) == row.row, "two rows write one block in one step"
-            is_written = self.blocks.contents[block_id][offset] is not None
-            assert not (is_written and block_id in self.blocks.sealed), "what others may read is written again"
-            weights = min(self._weights, self._entry(row.row, position - 1).weights) if position else self._weights
-            self.blocks.contents[block_id][offset] = Entry(state.fingerprints[position], weights)
+            for group in range(len(self._kind_of_group)):
+                block_id, offset = self._place(row.row, group, position)
+                assert block_id != NULL_BLOCK
+                assert owners.setdefault(block_id, row.row) == row.row, "two rows write one block in one step"
+                is_written = self.blocks.contents[block_id][offset] is not None
+                assert not (is_written and block_id in self.blocks.sealed), "what others may read is written again"
+                weights = self._weights
+                if position and self._first_seen(group, position) < position:
+                    weights = min(weights, self._entry(row.row, group, position - 1).weights)
+                entry = NONSENSE if sees_nonsense else Entry(state.fingerprints[position], weights, group)
+                self.blocks.contents[block_id][offset] = entry
 
     def _read(self, row: ScheduledRow) -> None:
-        """Attends to everything up to the row's last token, through the row's own block table on the device."""
+        """Attends to everything that the row's tokens see, through the row's own block tables on the device."""
         state = self._rows[row.row]
-        end = row.start + row.count
-        table = [self._tables[row.row][index] for index in range(self.blocks.num_blocks_for(end))]
-        assert tuple(table) == self.blocks.block_ids(row.request_id)[: len(table)], "device and host tables differ"
-        for position, expected in enumerate(state.fingerprints):
-            entry = self._entry(row.row, position)
-            if entry is NONSENSE:
-                # Nobody may ever get the token that comes of this, and no index may lead to it.
-                state.fingerprints = []
-                return
-            assert entry.fingerprint == expected, f"{row.request_id} reads another prefix at position {position}"
-            assert entry.weights >= state.weights, f"{row.request_id} reads position {position} of old weights"
+        for entries in self.blocks.entries(row.request_id):
+            table = self._tables[row.row, entries.group]
+            mine = tuple(table[entries.first_index + offset] for offset in range(len(entries.block_ids)))
+            assert mine == entries.block_ids, "device and host tables differ"
+        for group in range(len(self._kind_of_group)):
+            for position in range(self._first_seen(group, row.start), row.start + row.count):
+                entry = self._entry(row.row, group, position)
+                if entry is NONSENSE:
+                    # Nobody may ever get the token that comes of this, and no index may lead to it.
+                    state.fingerprints = []
+                    return
+                where = f"{row.request_id} reads position {position} of group {group}"
+                assert entry.fingerprint == state.fingerprints[position], f"{where}: another prefix"
+                assert entry.group == group, f"{where}: another group's"
+                assert entry.weights >= state.weights, f"{where}: of old weights"
 
-    def _entry(self, row: int, position: int) -> Entry:
-        block_id = self._tables[row][position // self.blocks.page_size]
-        entry = self.blocks.contents[block_id][position % self.blocks.page_size]
-        assert entry is not None, f"position {position} of row {row} is read, and nobody wrote it"
+    def _first_seen(self, group: int, position: int) -> int:
+        window = self._kind_of_group[group].window
+        return max(0, position - window + 1) if window else 0
+
+    def _place(self, row: int, group: int, position: int) -> tuple[int, int]:
+        page, offset = divmod(position, self._kind_of_group[group].page_size)
+        return self._tables[row, group][page], offset
+
+    def _entry(self, row: int, group: int, position: int) -> Entry:
+        block_id, offset = self._place(row, group, position)
+        entry = self.blocks.contents[block_id][offset]
+        assert entry is not None, f"position {position} of row {row} is read in group {group}, and nobody wrote it"
         return entry
 
     def _sample(self, row: ScheduledRow) -> SampledToken:
@@ -339,7 +401,7 @@ class SimulatedEngine:
         assert len({row.row for row in rows}) == len({row.request_id for row in rows}) == len(rows)
         assert self.scheduler.num_running <= self.limits.max_requests
         assert plan.max_seq_len == max(ends)
-        fits_decode = plan.max_seq_len <= self.limits.max_decode_blocks * self.blocks.page_size
+        fits_decode = plan.max_seq_len <= self.limits.max_decode_tokens
         assert (plan.path == "decode") == (plan.num_tokens == len(rows) and fits_decode)
         started = {start.row: len(start.token_ids) for start in plan.row_starts}
         for row, end in zip(rows, ends, strict=True):
@@ -351,6 +413,7 @@ class SimulatedEngine:
         self.blocks.check_invariants()
         self.host_blocks.check_invariants()
         waiting = {request.request_id for request in self.requests if request.row is None and not request.is_terminal}
+        waiting |= {request.request_id for request in self.scheduler._waiting}
         assert set(self.host_blocks._offloaded) <= waiting, "a request that does not wait holds host blocks"
         assert self.blocks.num_available + self.blocks.num_in_use == self.blocks.num_blocks
         assert self.blocks.num_cached <= self.blocks.num_available
@@ -360,13 +423,15 @@ class SimulatedEngine:
                     "a request without blocks has computed tokens"
                 )
         ended = [output.request_id for output in self.finals]
-        num_open = self.scheduler.num_running + self.scheduler.num_waiting
+        num_pinning = sum(request.is_pin for request in self.scheduler._requests.values())
+        num_open = self.scheduler.num_running + self.scheduler.num_waiting - num_pinning
         assert len(ended) + num_open == len(self.requests), "a request was lost or ended twice"
 
     def check_end(self) -> None:
         """What holds once nothing is left to do."""
         assert not self.scheduler.has_requests
-        assert self.scheduler.num_running == self.scheduler.num_waiting == self.blocks.num_in_use == 0
+        assert self.scheduler.num_running == self.scheduler.num_waiting == 0
+        assert self.blocks.num_in_use == self.blocks.num_pinned <= sum(self.pins.values())
         assert self.host_blocks.num_in_use == 0
         # Ids may be used again, but only one after the other.
         assert sorted(output.request_id for output in self.finals) == sorted(r.request_id for r in self.requests)

@@ -15,7 +15,7 @@ def prepare_inputs(
     rows: Tensor,
     starts: Tensor,
     counts: Tensor,
-    page_size: int,
+    page_sizes: Tensor,
     num_tokens: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gathers what the model's forward needs from the request table.
@@ -25,15 +25,15 @@ def prepare_inputs(
 
     Args:
         token_table: `[num_rows, max_len]` int32, the tokens of each request.
-        block_tables: `[num_rows, max_blocks]` int32, the blocks of each request.
+        block_tables: `[G, num_rows, max_blocks]` int32, the blocks of each request in each group of layers.
         rows: `[R]` int32.
         starts: `[R]` int32.
         counts: `[R]` int32.
-        page_size: Tokens per page.
+        page_sizes: `[G]` int32, tokens per page of each group.
         num_tokens: T, the number of query tokens with padding; at least the sum of `counts`.
 
     Returns:
-        `input_ids [T]` int64, `positions [T]` int64, `slots [T]` int64 (block * page_size + offset),
+        `input_ids [T]` int64, `positions [T]` int64, `slots [G, T]` int64 (block * page_size + offset),
         `cu_seqlens_q [R + 1]` int32 (where each row's query tokens begin, and the last one's end) and
         `seq_lens [R]` int32 (tokens of each row after this step, 0 for padding rows).
     """
@@ -46,8 +46,11 @@ def prepare_inputs(
     positions = (starts[entries] + tokens - cu_seqlens_q[entries]).masked_fill(~is_real, 0)
     token_rows = rows[entries]
     input_ids = token_table[token_rows, positions].to(torch.int64).masked_fill(~is_real, 0)
-    blocks = block_tables[token_rows, positions // page_size].to(torch.int64)
-    slots = (blocks * page_size + positions % page_size).masked_fill(~is_real, -1)
+    sizes = page_sizes.to(torch.int64)[:, None]
+    pages, offsets = positions // sizes, positions % sizes
+    groups = torch.arange(len(page_sizes), device=rows.device)[:, None]
+    blocks = block_tables[groups, token_rows, pages].to(torch.int64)
+    slots = (blocks * sizes + offsets).masked_fill(~is_real, -1)
     seq_lens = torch.where(counts > 0, starts + counts, 0)
     return input_ids, positions, slots, cu_seqlens_q, seq_lens
 
@@ -59,9 +62,10 @@ def _(
     rows: Tensor,
     starts: Tensor,
     counts: Tensor,
-    page_size: int,
+    page_sizes: Tensor,
     num_tokens: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     per_token = rows.new_empty(num_tokens, dtype=torch.int64)
     cu_seqlens_q = rows.new_empty(rows.shape[0] + 1)
-    return per_token, torch.empty_like(per_token), torch.empty_like(per_token), cu_seqlens_q, torch.empty_like(rows)
+    slots = rows.new_empty((len(page_sizes), num_tokens), dtype=torch.int64)
+    return per_token, torch.empty_like(per_token), slots, cu_seqlens_q, torch.empty_like(rows)

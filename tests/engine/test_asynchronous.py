@@ -150,7 +150,7 @@ def stepped(tools: Any, model: Any, **config: Any) -> Iterator[Stepper]:
     manager = ContinuousBatchingManager(model, tools.options(), tools.small(**config), None, {"default": "reference"})
     try:
         manager.warmup()
-        for layer in (*manager._engine._cache.layers, *manager._engine._runner._host_cache.layers):
+        for layer in (*manager._engine._cache.pools, *manager._engine._runner._host_cache._pools):
             layer.key.fill_(float("nan"))
             layer.value.fill_(float("nan"))
         manager._engine._runner._table.token_table.fill_(VOCAB_SIZE)

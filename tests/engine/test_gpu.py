@@ -97,7 +97,8 @@ class Inputs:
         counts = self.integers(0, 4, self.num_rows)
         starts = self.integers(0, MAX_KV - 4, self.num_rows)
         tokens = self.integers(0, VOCAB - 1, self.num_rows * MAX_KV).view(self.num_rows, MAX_KV)
-        return (tokens, self.tables(), self.rows(), starts, counts, PAGE, 4 * self.num_rows)
+        page_sizes = torch.tensor([PAGE], dtype=torch.int32)
+        return (tokens, self.tables()[None], self.rows(), starts, counts, page_sizes, 4 * self.num_rows)
 
     def sample(self) -> tuple:
         num = self.num_rows

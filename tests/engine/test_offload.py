@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from cbtriton.cache_layout import CacheLayout
 from cbtriton.engine import Engine
 from cbtriton.kv_cache import HostCache, KVCache, LayerGeometry, _runs
 from cbtriton.manager import ContinuousBatchingManager
@@ -30,7 +31,7 @@ def cramped(tools, model, is_async: bool, **config: Any) -> Iterator[Engine]:
     manager = ContinuousBatchingManager(model, tools.options(), tools.small(**settings | config), None, kernels)
     try:
         manager.warmup()
-        for layer in (*manager._engine._cache.layers, *manager._engine._runner._host_cache.layers):
+        for layer in (*manager._engine._cache.pools, *manager._engine._runner._host_cache._pools):
             layer.key.fill_(float("nan"))
             layer.value.fill_(float("nan"))
         yield manager._engine
@@ -64,7 +65,7 @@ def expected(oracle, prompts: list[list[int]], number: int = 40) -> dict[str, li
 
 def pages(cache: Any, block_id: int) -> list[torch.Tensor]:
     """The bits of a block."""
-    return [tensor[block_id].clone().view(torch.int32) for layer in cache.layers for tensor in (layer.key, layer.value)]
+    return [tensor[block_id].clone().view(torch.int32) for layer in cache.pools for tensor in (layer.key, layer.value)]
 
 
 @MODES
@@ -76,19 +77,19 @@ def test_what_comes_back_is_what_went_out_bit_for_bit(
     prompts = [tools.prompt(20)[:16] + tools.prompt(15 + 3 * index, seed=index) for index in range(3)]
     settings = {"scheduler_type": scheduler_type, "allow_block_sharing": allow_block_sharing}
     with cramped(tools, model, is_async, **settings) as engine:
-        host = engine._runner._host_cache
+        host, cache = engine._runner._host_cache, engine._cache
         store, load = host.store, host.load
         stored: dict[tuple[str, int], list[torch.Tensor]] = {}
         num_compared = 0
 
-        def note(cache: KVCache, swap: BlockSwap) -> None:
+        def note(swap: BlockSwap) -> None:
             for device_block, host_block in zip(swap.device_blocks, swap.host_blocks, strict=True):
                 stored[swap.request_id, host_block] = pages(cache, device_block)
-            store(cache, swap)
+            store(swap)
 
-        def compare(cache: KVCache, swap: BlockSwap) -> None:
+        def compare(swap: BlockSwap) -> None:
             nonlocal num_compared
-            load(cache, swap)
+            load(swap)
             for device_block, host_block in zip(swap.device_blocks, swap.host_blocks, strict=True):
                 before = stored[swap.request_id, host_block]
                 assert all(map(torch.equal, pages(cache, device_block), before))
@@ -152,14 +153,14 @@ def test_a_copy_that_fails_midway_costs_nobody_a_token(model, oracle, tools, is_
         host = engine._runner._host_cache
         copy, num_copies = getattr(host, direction), 0
 
-        def fail_at_times(cache: KVCache, swap: BlockSwap) -> None:
+        def fail_at_times(swap: BlockSwap) -> None:
             nonlocal num_copies
             num_copies += 1
             if num_copies % 2:
                 half = len(swap.host_blocks) // 2
-                copy(cache, BlockSwap(swap.request_id, swap.device_blocks[:half], swap.host_blocks[:half]))
+                copy(BlockSwap(swap.request_id, swap.device_blocks[:half], swap.host_blocks[:half]))
                 raise RuntimeError("the bus is gone")
-            copy(cache, swap)
+            copy(swap)
 
         setattr(host, direction, fail_at_times)
         add(engine, prompts)
@@ -227,8 +228,10 @@ def test_blocks_that_follow_one_another_are_copied_together():
 
 def test_memory_that_the_host_does_not_have_is_refused_with_size_and_setting():
     geometry = LayerGeometry(num_kv_heads=2, key_dim=16, value_dim=16, dtype=torch.float32)
+    layout = CacheLayout.of([geometry.cached_layer(window=0)], 16)
+    cache = KVCache(layout, (geometry,), 1, torch.device("cpu"))
     with pytest.raises(RuntimeError, match=rf"{2**46} blocks take {2**46 * 16 * 256} bytes .*lower cpu_offload_space"):
-        HostCache((geometry,), 2**46, 16, torch.device("cpu"))
+        HostCache(cache, 2**46)
 
 
 def test_the_space_is_given_in_gib(model, tools):

@@ -51,21 +51,24 @@ def prepare_inputs(
     rows: Tensor,
     starts: Tensor,
     counts: Tensor,
-    page_size: int,
+    page_sizes: Tensor,
     num_tokens: int,
-) -> tuple[list[int], list[int], list[int], list[int], list[int]]:
+) -> tuple[list[int], list[int], list[list[int]], list[int], list[int]]:
     """The five results as lists."""
-    ids, positions, slots, ends, seq_lens = [], [], [], [0], []
+    ids, positions, ends, seq_lens = [], [], [0], []
+    slots: list[list[int]] = [[] for _ in page_sizes]
     for row, start, count in zip(rows.tolist(), starts.tolist(), counts.tolist(), strict=True):
         for position in range(start, start + count):
             ids.append(int(token_table[row, position]))
             positions.append(position)
-            block = int(block_tables[row, position // page_size])
-            slots.append(block * page_size + position % page_size)
+            for group, page_size in enumerate(page_sizes.tolist()):
+                block = int(block_tables[group, row, position // page_size])
+                slots[group].append(block * page_size + position % page_size)
         ends.append(ends[-1] + count)
         seq_lens.append(start + count if count else 0)
     padding = num_tokens - len(ids)
-    return ids + [0] * padding, positions + [0] * padding, slots + [-1] * padding, ends, seq_lens
+    slots = [of_group + [-1] * padding for of_group in slots]
+    return ids + [0] * padding, positions + [0] * padding, slots, ends, seq_lens
 
 
 def philox_4x32_10(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tuple[int, int, int, int]:

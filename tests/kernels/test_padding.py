@@ -31,9 +31,9 @@ def _decode_step(names: tuple[str, str, str], num_rows: int, bucket: int) -> tup
     starts = padded(torch.arange(17, dtype=torch.int32), 0)
     counts = padded(torch.ones(17, dtype=torch.int32), 0)
     ids, positions, slots, cu_seqlens_q, seq_lens = prepare.prepare_inputs(
-        tokens, tables, rows, starts, counts, PAGE_SIZE, bucket
+        tokens, tables[None], rows, starts, counts, torch.tensor([PAGE_SIZE], dtype=torch.int32), bucket
     )
-    write.kv_write(padded(key, torch.nan), padded(value, torch.nan), caches[0], caches[1], slots)
+    write.kv_write(padded(key, torch.nan), padded(value, torch.nan), caches[0], caches[1], slots[0])
     plan = attention.plan(tables, rows, cu_seqlens_q, seq_lens, PAGE_SIZE, 20)
     out = attention.decode_attention(
         padded(query, torch.nan), caches[0], caches[1], tables, rows, seq_lens, plan, 0.25, 0, 0.0, None, 20

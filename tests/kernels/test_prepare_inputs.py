@@ -18,38 +18,42 @@ STEPS = {
 }
 
 
-def _tables(page_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(page_size)
-    num_blocks = -(-48 // page_size)
+def _tables(*page_sizes: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(page_sizes[0])
+    num_groups, num_blocks = len(page_sizes), -(-48 // min(page_sizes))
     token_table = torch.randint(1, 1000, (4, 48), generator=generator, dtype=torch.int32)
-    block_tables = torch.randperm(4 * num_blocks, generator=generator).view(4, num_blocks).to(torch.int32)
-    return token_table, block_tables
+    block_tables = torch.randperm(num_groups * 4 * num_blocks, generator=generator).to(torch.int32)
+    return token_table, block_tables.view(num_groups, 4, num_blocks)
+
+
+def _sizes(*page_sizes: int) -> torch.Tensor:
+    return torch.tensor(page_sizes, dtype=torch.int32)
 
 
 def _columns(step: list[tuple[int, int, int]]) -> list[torch.Tensor]:
     return [torch.tensor(column, dtype=torch.int32) for column in zip(*step, strict=True)]
 
 
-@pytest.mark.parametrize("page_size", [1, 4, 16, 24, 48])
+@pytest.mark.parametrize("page_sizes", [(1,), (4,), (16,), (24,), (48,), (4, 4), (16, 4, 24)], ids=str)
 @pytest.mark.parametrize("num_padding", [0, 1, 6])
 @pytest.mark.parametrize("step", STEPS.values(), ids=STEPS.keys())
-def test_matches_plain_loops(implementation, oracles, step, num_padding, page_size) -> None:
-    tables, columns = _tables(page_size), _columns(step)
+def test_matches_plain_loops(implementation, oracles, step, num_padding, page_sizes) -> None:
+    tables, columns, sizes = _tables(*page_sizes), _columns(step), _sizes(*page_sizes)
     num_tokens = int(columns[2].sum()) + num_padding
-    got = implementation.prepare_inputs(*tables, *columns, page_size, num_tokens)
-    want = oracles.prepare_inputs(*tables, *columns, page_size, num_tokens)
+    got = implementation.prepare_inputs(*tables, *columns, sizes, num_tokens)
+    want = oracles.prepare_inputs(*tables, *columns, sizes, num_tokens)
     assert [tensor.tolist() for tensor in got] == list(want)
     assert [tensor.dtype for tensor in got] == [torch.int64] * 3 + [torch.int32] * 2
 
 
 def test_slots_do_not_wrap_at_32_bits(implementation) -> None:
     token_table = torch.ones(1, 8, dtype=torch.int32)
-    block_tables = torch.tensor([[2**30, 2**30 + 1]], dtype=torch.int32)
+    block_tables = torch.tensor([[[2**30, 2**30 + 1]]], dtype=torch.int32)
     columns = _columns([(0, 3, 2)])
-    _, _, slots, _, _ = implementation.prepare_inputs(token_table, block_tables, *columns, 4, 2)
-    assert slots.tolist() == [2**32 + 3, 2**32 + 4]
+    _, _, slots, _, _ = implementation.prepare_inputs(token_table, block_tables, *columns, _sizes(4), 2)
+    assert slots.tolist() == [[2**32 + 3, 2**32 + 4]]
 
 
 def test_operator_declares_what_it_does(implementation, opcheck) -> None:
-    args = (*_tables(4), *_columns(STEPS["mixed, out of order"]), 4, 24)
+    args = (*_tables(4, 8), *_columns(STEPS["mixed, out of order"]), _sizes(4, 8), 24)
     opcheck(implementation.prepare_inputs, args)

@@ -37,7 +37,7 @@ class Place(NamedTuple):
 
 
 PLACES = {
-    **dict.fromkeys(("request", "stats"), Place("any", 0)),
+    **dict.fromkeys(("request", "stats", "cache_layout"), Place("any", 0)),
     **dict.fromkeys(("config", "plan"), Place("any", 1)),
     "padding": Place("any", 2),
     **dict.fromkeys(("block_manager", "swap", "resolve", "processors", "stopping"), Place("host", 3)),

@@ -14,6 +14,7 @@ import transformers
 from transformers.generation import configuration_utils
 from transformers.generation.continuous_batching.utils import WorkloadHints as ReferenceHints
 
+from cbtriton.cache_layout import CachedLayer, CacheLayout
 from cbtriton.config import (
     MAX_SEED,
     CompileSettings,
@@ -305,6 +306,7 @@ def test_engine_config_describes_its_decisions_in_aligned_columns_and_as_json():
     )
     config = EngineConfig(
         page_size=16,
+        cache_layout=CacheLayout.of([CachedLayer(window=0, key_bytes=32, value_bytes=32)], 16),
         num_blocks=12,
         num_host_blocks=0,
         max_batch_tokens=256,

@@ -9,6 +9,7 @@ import torch
 import transformers
 from transformers import GenerationConfig
 
+from cbtriton.cache_layout import CachedLayer, CacheLayout
 from cbtriton.kernels.sample import reference
 from cbtriton.padding import Bucket
 from cbtriton.plan import BatchPlan, RowStart, ScheduledRow
@@ -20,7 +21,8 @@ from cbtriton.step_inputs import SampleFeatures, StepInputsWriter
 
 VOCAB, MAX_LEN, MAX_NEW = 64, 48, 12
 EOS = [5, 9]
-LIMITS = RequestLimits(vocab_size=VOCAB, max_model_len=MAX_LEN, page_size=4, num_blocks=16)
+LAYOUT = CacheLayout.of([CachedLayer(window=0, key_bytes=32, value_bytes=32)], 16)
+LIMITS = RequestLimits(vocab_size=VOCAB, max_model_len=MAX_LEN, cache_layout=LAYOUT, num_blocks=16)
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +64,7 @@ class Device:
     """A request table, and the reference kernels on it."""
 
     def __init__(self, num_rows=3):
-        self.table = RequestTable(num_rows, MAX_LEN, 2, torch.device("cpu"))
+        self.table = RequestTable(num_rows, MAX_LEN, 1, 2, torch.device("cpu"))
         self.writer = StepInputsWriter(self.table, VOCAB, torch.device("cpu"))
 
     def start(self, row, history, prompt_length, sampling, eos):

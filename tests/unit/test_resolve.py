@@ -9,6 +9,7 @@ import warnings
 import pytest
 import transformers
 
+from cbtriton.cache_layout import CachedLayer
 from cbtriton.config import CompileSettings, ContinuousBatchingConfig, EngineConfig, ModelFacts, WorkloadHints
 from cbtriton.resolve import available_memory_bytes, resolve
 
@@ -18,7 +19,7 @@ FACTS = ModelFacts(
     vocab_size=100,
     num_embeddings=100,
     max_position_embeddings=1024,
-    kv_bytes_per_token=100,
+    cached_layers=(CachedLayer(0, 30, 20), CachedLayer(0, 30, 20)),
     num_layers=2,
     hidden_size=64,
     intermediate_size=128,
@@ -324,7 +325,11 @@ def test_the_defaults_do_not_warn():
 
 # On a host with 20 GiB, and blocks of 1 MiB: 16 tokens of 64 KiB.
 GIB, MIB = 2**30, 2**20
-HOST = {"available_host_memory_bytes": 20 * GIB, "kv_bytes_per_token": MIB // 16, "available_memory_bytes": 50 * GIB}
+HOST = {
+    "available_host_memory_bytes": 20 * GIB,
+    "cached_layers": (CachedLayer(0, MIB // 32, MIB // 32),),
+    "available_memory_bytes": 50 * GIB,
+}
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import transformers
 from transformers import GenerationConfig
 
 from cbtriton import sampling
+from cbtriton.cache_layout import CachedLayer, CacheLayout
 from cbtriton.processors import PROCESSOR_OPTIONS, ProcessorOptions
 from cbtriton.request import SamplingParams
 from cbtriton.sampling import (
@@ -22,7 +23,8 @@ from cbtriton.sampling import (
 )
 
 VOCAB = 128
-LIMITS = RequestLimits(vocab_size=VOCAB, max_model_len=100, page_size=16, num_blocks=7)
+LAYOUT = CacheLayout.of([CachedLayer(window=0, key_bytes=32, value_bytes=32)], 16)
+LIMITS = RequestLimits(vocab_size=VOCAB, max_model_len=100, cache_layout=LAYOUT, num_blocks=7)
 
 
 @pytest.fixture(scope="module")

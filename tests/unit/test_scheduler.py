@@ -144,7 +144,7 @@ def test_a_block_is_taken_exactly_when_a_token_needs_it(simulation, length, dept
     while engine.scheduler.has_requests:
         plan = engine.step()
         if plan is not None and engine.scheduler.has_requests:
-            assert engine.blocks.num_blocks_held("a") == -(-plan.max_seq_len // 4)
+            assert len(engine.blocks.block_ids("a")) == -(-plan.max_seq_len // 4)
     assert engine.plans[-1].max_seq_len == length + 8  # the last token never enters the cache
 
 
@@ -205,7 +205,7 @@ def test_a_request_that_needs_one_block_takes_it_from_one_request(simulation, de
     plan = step_until(engine, preempts(engine))
     # All three need a second block at once: the oldest takes that of the newest, and the other one keeps its own.
     assert counts(plan) == {"first": 1}
-    assert engine.blocks.num_blocks_held("second") == 1
+    assert len(engine.blocks.block_ids("second")) == 1
     engine.run()
     assert engine.scheduler.counters.preemptions == 1
 
@@ -312,7 +312,7 @@ def test_equal_prompts_admitted_in_one_step_share_their_blocks(simulation, depth
     engine.add("a", prompt(40))
     engine.add("b", prompt(40))
     engine.step()
-    assert engine.blocks.block_ids("a")[:2] == engine.blocks.block_ids("b")[:2]
+    assert len(engine.blocks.block_ids("a") & engine.blocks.block_ids("b")) == 2
     assert engine.blocks.num_in_use == 4
     engine.add("c", prompt(100, kind=2), max_new_tokens=1)  # needs what the others give back
     engine.run()

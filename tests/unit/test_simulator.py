@@ -10,6 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from cbtriton.cache_layout import CachedLayer
 from cbtriton.config import ContinuousBatchingConfig, EngineConfig, ModelFacts, WorkloadHints
 from cbtriton.padding import Bucket, PaddingPolicy
 from cbtriton.resolve import resolve
@@ -20,7 +21,7 @@ FACTS = ModelFacts(
     vocab_size=1000,
     num_embeddings=1000,
     max_position_embeddings=None,
-    kv_bytes_per_token=64,
+    cached_layers=(CachedLayer(window=0, key_bytes=32, value_bytes=32),),
     num_layers=2,
     hidden_size=16,
     intermediate_size=32,
@@ -82,7 +83,11 @@ def test_the_steps_are_those_of_an_engine_that_generates_the_same_tokens(simulat
     """Prompts of few different tokens: beginnings are shared, and answers of one request go on in others' prompts."""
     engine = simulation.SimulatedEngine(**sizes, depth=depth)
     config = configuration(
-        **sizes, async_depth=depth, max_model_len=engine.capacity, max_blocks_per_request=sizes["num_blocks"]
+        **sizes,
+        cache_layout=engine.layout,
+        async_depth=depth,
+        max_model_len=engine.capacity,
+        max_blocks_per_request=sizes["num_blocks"],
     )
     rng = random.Random(seed)
     trace = []

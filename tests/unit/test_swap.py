@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from cbtriton.cache_layout import GroupKind
 from cbtriton.plan import BlockSwap
 from cbtriton.scheduler import FIFO, PREFILL_FIRST, _Draft
 from cbtriton.swap import HostBlocks
@@ -55,7 +56,7 @@ def test_blocks_on_their_way_back_are_not_handed_out_before_the_plan_that_reads_
     pool = HostBlocks(3)
     pool.offload("a", [7, 3, 9], num_tokens=10)
     pool.take_swaps_out()
-    pool.restore("a", [4, 5, 6], first_index=1)
+    pool.restore("a", [4, 5, 6], written={4})
     assert (pool.num_tokens("a"), pool.num_in_use) == (0, 2)
     assert not pool.offload("b", [1, 2], num_tokens=8)
     assert pool.take_swaps_in() == (BlockSwap("a", (5, 6), (1, 2)),)
@@ -101,7 +102,7 @@ def test_a_restored_request_goes_on_where_it_was(simulation, depth, share_blocks
     assert (resumed.count, resumed.samples) == (1, True)
     assert {row.start for row in rows} == {0, *range(11, 19)}
     [out] = swaps_out(engine)
-    assert len(out.device_blocks) == engine.blocks.num_blocks_for(resumed.start)
+    assert len(out.device_blocks) == engine.layout.peak_blocks(resumed.start, 1)
     assert old.num_preemptions == 0
 
 
@@ -245,7 +246,7 @@ def test_each_request_is_preempted_at_most_once_for_each_block_that_older_ones_t
             most = max(most, request.num_preemptions)
             num_tokens = len(request.prompt_ids) + request.stop.max_new_tokens - 1
             # Each time it is admitted, it takes so many blocks at most.
-            allowed += (request.num_preemptions + 1) * engine.blocks.num_blocks_for(num_tokens)
+            allowed += (request.num_preemptions + 1) * engine.layout.peak_blocks(num_tokens, num_tokens)
     assert most > 1
 
 
@@ -310,11 +311,23 @@ def test_what_is_on_its_way_back_is_shared_with_nobody_before_it_has_arrived(sim
 BEGINNINGS = ([1] * 24, [1] * 9 + [2] * 15, [3, 4] * 12)
 
 
+def random_kinds(rng: random.Random) -> tuple[GroupKind, ...]:
+    """One kind that sees everything, or up to three of any kind."""
+    page_size = rng.randint(1, 5)
+    if rng.random() < 0.3:
+        return (GroupKind(0, page_size, 1),)
+    return tuple(
+        GroupKind(rng.choice((0, 1, 2, 3, 5, 9)), page_size * rng.choice((1, 1, 2, 3)), rng.randint(1, 3))
+        for _ in range(rng.randint(1, 3))
+    )
+
+
 def random_engine(simulation, rng: random.Random):
     share_of_failures = rng.choice((0.0, 0.0, 0.4))
+    kinds = random_kinds(rng)
     return simulation.SimulatedEngine(
-        num_blocks=rng.randint(6, 14),
-        page_size=rng.randint(1, 5),
+        num_blocks=rng.randint(6, 14) * sum(kind.num_groups for kind in kinds),
+        kinds=kinds,
         max_batch_tokens=rng.randint(2, 24),
         max_requests=rng.choice((2, 3, 6)),
         share_blocks=rng.random() < 0.7,
@@ -349,6 +362,11 @@ def test_any_course_of_events_gives_each_request_the_tokens_it_gets_alone(simula
                 victim = rng.choice(is_open)
                 happened["cancelled while off-loaded"] += engine.host_blocks.num_tokens(victim.request_id) > 0
                 engine.cancel(victim.request_id)
+            if engine.blocks.share_blocks and rng.random() < 0.05:
+                pages = rng.randint(1, 3) * engine.layout.alignment
+                happened["pinned"] += engine.pin(f"pin{index}", (BEGINNINGS[0] * 3)[:pages])
+            if engine.pins and rng.random() < 0.05:
+                engine.unpin(rng.choice(list(engine.pins)))
             if rng.random() < 0.03:
                 happened["reset while off-loaded"] += engine.host_blocks.num_in_use > 0
                 engine.change_weights()
