@@ -447,6 +447,7 @@ class EngineConfig:
         seed: Source of the random streams of requests without a seed of their own.
         max_queue_size: Requests that may wait to be taken in; 0: unlimited.
         per_request_processors: Whether requests may bring sampling arguments.
+        has_processors: Whether any request may have more than temperature, top-k, top-p, min-p and a minimum length.
         drop_unsupported_processors: Whether unsupported logits processors are dropped with a warning.
         memory_budget: What the engine takes of the device's memory, by purpose; weights are there already.
         available_memory_bytes: What there was for it.
@@ -479,6 +480,7 @@ class EngineConfig:
     seed: int
     max_queue_size: int
     per_request_processors: bool
+    has_processors: bool
     drop_unsupported_processors: bool
     memory_budget: tuple[MemoryShare, ...] = ()
     available_memory_bytes: int = 0

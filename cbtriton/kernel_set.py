@@ -1,7 +1,8 @@
 """Chooses one implementation per kernel slot, once, and holds the callables.
 
 An implementation is a module `cbtriton.kernels.<slot>.<name>` with a function of the slot's name; attention modules
-also have a `plan` function. A new file in the folder is found without an edit here.
+also have a `plan` function, modules of `sample` also `process` and `truncate`. A new file in the folder is found
+without an edit here.
 """
 
 from __future__ import annotations
@@ -51,6 +52,8 @@ class KernelSet:
     decode_attention: Callable[..., Any]
     decode_plan: Callable[..., Any]
     sample: Callable[..., Any]
+    process: Callable[..., Any]
+    truncate: Callable[..., Any]
     block_copy: Callable[..., Any]
 
     def describe(self) -> str:
@@ -87,6 +90,8 @@ def choose_kernels(config: KernelConfig, device: torch.device) -> KernelSet:
         names=tuple(names.items()),
         varlen_plan=_function(modules["varlen_attention"], "plan"),
         decode_plan=_function(modules["decode_attention"], "plan"),
+        process=_function(modules["sample"], "process"),
+        truncate=_function(modules["sample"], "truncate"),
         **kernels,
     )
 

@@ -30,8 +30,8 @@ from cbtriton.graphs import capturer_for
 from cbtriton.kernel_set import choose_kernels
 from cbtriton.model_adapter import ModelAdapter
 from cbtriton.model_runner import end_idle_threads
-from cbtriton.request import GenerationOutput, Request, RequestStatus, SamplingParams, StopRules
-from cbtriton.request_table import MAX_EOS_IDS
+from cbtriton.request import GenerationOutput, Request, RequestStatus, SamplingParams, StopRules, TokenRule
+from cbtriton.request_table import MAX_EOS_IDS, MAX_RULE_PREFIXES, MAX_RULES
 from cbtriton.resolve import available_memory_bytes, resolve
 from cbtriton.router import OutputRouter
 from cbtriton.sampling import (
@@ -125,6 +125,7 @@ class ContinuousBatchingManager:
             self._model_facts(memory),
             has_logits_processing=self._defaults.has_logits_processing or config.per_request_processors,
             scheduler_types=SCHEDULERS.default_margins(),
+            has_processors=self._defaults.has_processors,
         )
         logger.info("kernels: %s\n%s", self._kernels.describe(), self.engine_config.describe())
         # One lock for everything below and the router: a request ends and its last output arrives in one moment.
@@ -402,9 +403,9 @@ class ContinuousBatchingManager:
             streaming: Delivers an output per token instead of one at the end.
             record_timestamps: Notes the time of each token.
             eos_token_id: Ends the request, an id or several; -1 or an empty list disables; None takes the defaults.
-            logit_processor_kwargs: `temperature`, `top_k`, `top_p`, `min_p`, `do_sample` (with
-                `per_request_processors`), and always `seed`, `min_new_tokens`, `stop_sequences`, `stop_strings`,
-                `cache_salt` (requests with different salts share no cached prefix).
+            logit_processor_kwargs: `temperature`, `top_k`, `top_p`, `min_p`, `do_sample` and the fields of
+                `ProcessorOptions` (with `per_request_processors`), and always `seed`, `min_new_tokens`, `min_length`,
+                `stop_sequences`, `stop_strings`, `cache_salt` (requests with different salts share no cached prefix).
 
         Returns:
             The request's id.
@@ -648,6 +649,7 @@ class ContinuousBatchingManager:
         )
         if len(stop.eos_token_ids) > MAX_EOS_IDS:
             raise ValueError(f"eos_token_id can have at most {MAX_EOS_IDS} ids, got {len(stop.eos_token_ids)}")
+        _check_rules(sampling.processors.rules)
         if stop.stop_strings and self.tokenizer is None:
             raise ValueError("stop_strings need a tokenizer; set manager.tokenizer or use enable(model, tokenizer)")
         return Request(
@@ -967,6 +969,22 @@ def _check_salt(cache_salt: Any) -> None:
 def _failed_before_start(request: Request, error: str) -> GenerationOutput:
     """The final output of a request that never reached the engine."""
     return replace(request.to_output(), status=RequestStatus.FAILED, finish_reason="error", error=error)
+
+
+def _check_rules(rules: Sequence[TokenRule]) -> None:
+    """Holds a request to the places that the request table has for it."""
+    if len(rules) > MAX_RULES:
+        raise ValueError(
+            f"a request can have at most {MAX_RULES} biased, forbidden and forced sequences (sequence_bias, "
+            "logit_bias, bad_words_ids, suppress_tokens, begin_suppress_tokens, forced tokens), got "
+            f"{len(rules)}; leave some out"
+        )
+    num_prefixes = sum(len(rule.prefix) for rule in rules)
+    if num_prefixes > MAX_RULE_PREFIXES:
+        raise ValueError(
+            f"the sequences of sequence_bias and bad_words_ids can have at most {MAX_RULE_PREFIXES} tokens before "
+            f"their last ones, got {num_prefixes}; leave some out"
+        )
 
 
 def check_prompt(input_ids: Any, num_embeddings: int) -> list[int]:

@@ -32,6 +32,7 @@ _logger = logging.getLogger(__name__)
 # What a whole step that is compiled or captured samples with: exact features would be a graph for each combination.
 _GREEDY = SampleFeatures(all_greedy=True, use_top_k=False, use_top_p=False, use_min_p=False, use_min_length=True)
 _ANY = SampleFeatures(all_greedy=False, use_top_k=True, use_top_p=True, use_min_p=True, use_min_length=True)
+_PROCESSED = replace(_ANY, use_processors=True, use_truncation=True)
 
 
 # `omp_pause_soft`: what threads have stored survives.
@@ -127,6 +128,7 @@ class ModelRunner:
         self._host_cache = host_cache
         self._table = table
         self._return_logprobs = config.return_logprobs
+        self._kinds = (_GREEDY, _ANY, _PROCESSED) if config.has_processors else (_GREEDY, _ANY)
         self._writer = StepInputsWriter(table, adapter.vocab_size, adapter.device)
         self._settings: dict[Path, CompileSettings | None] = {
             "varlen": config.varlen_compile,
@@ -169,7 +171,7 @@ class ModelRunner:
 
     def warm_up(self, bucket: Bucket) -> None:
         """Runs a step of padding at the sizes of `bucket`, so that all it needs has been compiled and captured."""
-        for features in (_GREEDY, _ANY) if self._is_one_graph(bucket.path) else (_GREEDY,):
+        for features in self._kinds if self._is_one_graph(bucket.path) else (_GREEDY,):
             key, step = self._step(bucket, self._writer.padding(bucket, features))
             with torch.no_grad(), self._compiled(bucket):
                 self._graphs.prepare(key, step)
@@ -221,13 +223,13 @@ class ModelRunner:
     def _step(self, bucket: Bucket, inputs: StepInputs) -> tuple[GraphKey, Callable[[], Outputs]]:
         """The step, and what sets it apart from others that may be captured."""
         if self._is_one_graph(bucket.path):
-            inputs = replace(inputs, features=_GREEDY if inputs.features.all_greedy else _ANY)
+            inputs = replace(inputs, features=_coarse(inputs.features))
         # Plain numbers, because a compiler takes those for variables, and fields of a record for constants.
         step = partial(self._steps[bucket.path], inputs, bucket.path, bucket.num_tokens, bucket.max_kv)
         return GraphKey(bucket, inputs.features), step
 
     def _is_one_graph(self, path: Path) -> bool:
-        return self._region == "step" or self._graphs.takes(path)
+        return (self._region == "step" and self.is_path_compiled(path)) or self._graphs.takes(path)
 
     def _compiled(self, bucket: Bucket) -> AbstractContextManager[None]:
         self._layers.begin_step(bucket.path)
@@ -237,15 +239,20 @@ class ModelRunner:
         """The whole step. Nothing in here depends on anything but its arguments and what lives on the device."""
         logits = self._logits(inputs, path, num_tokens, max_kv)
         table, features = self._table, inputs.features
+        filters = (table.top_k, table.top_p, table.min_p)
+        if features.use_processors:
+            logits = self._process(logits, inputs)
+        if features.use_truncation:
+            self._truncate(logits, inputs)
+            is_done = table.is_truncated != 0
+            filters = (table.top_k.where(~is_done, 0), table.top_p.where(~is_done, 1), table.min_p.where(~is_done, 0))
         return self._kernels.sample(
             logits,
             inputs.sample_rows,
             inputs.sample_positions,
             table.token_table,
             table.temperature,
-            table.top_k,
-            table.top_p,
-            table.min_p,
+            *filters,
             table.seeds,
             table.min_positions,
             table.eos_ids,
@@ -253,8 +260,47 @@ class ModelRunner:
             features.use_top_k,
             features.use_top_p,
             features.use_min_p,
-            features.use_min_length,
+            features.use_min_length and not features.use_processors,
             self._return_logprobs,
+        )
+
+    def _process(self, logits: Tensor, inputs: StepInputs) -> Tensor:
+        table = self._table
+        return self._kernels.process(
+            logits,
+            inputs.sample_rows,
+            inputs.sample_positions,
+            table.token_table,
+            table.prompt_lengths,
+            table.repetition_penalty,
+            table.presence_penalty,
+            table.frequency_penalty,
+            table.no_repeat_ngram_size,
+            table.num_biases,
+            table.num_rules,
+            table.rules,
+            table.rule_prefixes,
+            table.min_positions,
+            table.eos_ids,
+            table.decay_starts,
+            table.decay_rates,
+            table.remove_invalid,
+        )
+
+    def _truncate(self, scores: Tensor, inputs: StepInputs) -> None:
+        table = self._table
+        self._kernels.truncate(
+            scores,
+            inputs.sample_rows,
+            table.temperature,
+            table.is_truncated,
+            table.top_h,
+            table.top_k,
+            table.top_p,
+            table.min_p,
+            table.typical_p,
+            table.epsilon_cutoff,
+            table.eta_cutoff,
         )
 
     def _logits(self, inputs: StepInputs, path: Path, num_tokens: int, max_kv: int) -> Tensor:
@@ -325,6 +371,12 @@ def end_idle_threads() -> None:
 def _to_host(column: Tensor) -> Tensor:
     # Always a copy: a graph's outputs are overwritten by the next replay.
     return column.to("cpu", non_blocking=True, copy=True)
+
+
+def _coarse(features: SampleFeatures) -> SampleFeatures:
+    if features.use_processors:
+        return _PROCESSED
+    return _GREEDY if features.all_greedy else _ANY
 
 
 def _num_samples(plan: BatchPlan) -> int:

@@ -25,6 +25,63 @@ class RequestStatus(IntEnum):
     CANCELLED = 5
 
 
+class RuleKind(IntEnum):
+    """What a rule does to a token's score, in the order in which rules apply; see the `sample` kernels."""
+
+    BIAS = 0
+    BAN = 1
+    FORCE = 2
+    SUPPRESS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class TokenRule:
+    """Something that happens to one token's score, always, behind some tokens, or at one position.
+
+    Attributes:
+        kind: What happens. A bias is added; banned and suppressed tokens cannot be chosen; where tokens are forced, no
+            others can.
+        token: Which token.
+        prefix: The request's latest tokens must be these.
+        position: Where the token would go; None: anywhere.
+        bias: What is added.
+    """
+
+    kind: RuleKind
+    token: int
+    prefix: tuple[int, ...] = ()
+    position: int | None = None
+    bias: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessorParams:
+    """What happens to one request's scores before the temperature. The defaults change nothing.
+
+    Attributes:
+        repetition_penalty: Divides positive and multiplies negative scores of tokens that the request holds.
+        presence_penalty: Subtracted from the scores of generated tokens.
+        frequency_penalty: The same, for each time.
+        no_repeat_ngram_size: No n-gram of this size comes twice; 0: off.
+        rules: Biases, behind them forbidden and forced tokens.
+        decay_start: Position beyond which EOS ids grow; None: off.
+        decay_factor: By how much per token.
+        remove_invalid_values: Whether NaN and infinities are replaced.
+    """
+
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    no_repeat_ngram_size: int = 0
+    rules: tuple[TokenRule, ...] = ()
+    decay_start: int | None = None
+    decay_factor: float = 1.0
+    remove_invalid_values: bool = False
+
+
+_NO_PROCESSORS = ProcessorParams()
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How one request turns logits into a token. Immutable, resolved once when the request is added.
@@ -36,6 +93,11 @@ class SamplingParams:
         min_p: Drops tokens less likely than `min_p` times the most likely one; 0.0 means off.
         seed: 64-bit seed of the request's own random stream. A draw depends on (seed, position, token id) only.
         min_new_tokens: EOS ids are suppressed until this many tokens were generated.
+        top_h: Keeps the most likely tokens up to this share of the entropy; 0.0 means off.
+        typical_p: Keeps the most typical tokens up to this probability; 1.0 means off.
+        epsilon_cutoff: Drops tokens less likely than this; 0.0 means off.
+        eta_cutoff: The same, with a bound that falls with the entropy; 0.0 means off.
+        processors: What happens to the scores before all of this.
     """
 
     temperature: float = 0.0
@@ -44,11 +106,27 @@ class SamplingParams:
     min_p: float = 0.0
     seed: int = 0
     min_new_tokens: int = 0
+    top_h: float = 0.0
+    typical_p: float = 1.0
+    epsilon_cutoff: float = 0.0
+    eta_cutoff: float = 0.0
+    processors: ProcessorParams = _NO_PROCESSORS
 
     @property
     def is_greedy(self) -> bool:
         """Whether the most likely token is always taken."""
         return self.temperature == 0.0
+
+    @property
+    def has_processors(self) -> bool:
+        """Whether anything but EOS ids that come too early changes the scores before the temperature."""
+        return self.processors != _NO_PROCESSORS
+
+    @property
+    def is_truncated(self) -> bool:
+        """Whether a drawn token passes filters beyond top-k, top-p and min-p."""
+        filters = self.top_h > 0.0 or self.typical_p < 1.0 or self.epsilon_cutoff > 0.0 or self.eta_cutoff > 0.0
+        return filters and not self.is_greedy
 
 
 @dataclass(frozen=True, slots=True)

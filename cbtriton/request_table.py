@@ -10,6 +10,9 @@ from __future__ import annotations
 import torch
 
 MAX_EOS_IDS = 16
+MAX_RULES = 512
+MAX_RULE_PREFIXES = 1024
+NO_DECAY = 2**31 - 1
 
 
 class RequestTable:
@@ -36,6 +39,23 @@ class RequestTable:
         seeds: `[num_rows]` int64.
         min_positions: `[num_rows]` int32; EOS ids cannot be sampled for positions below this.
         eos_ids: `[num_rows, MAX_EOS_IDS]` int32, padded with -1.
+        prompt_lengths: `[num_rows]` int32.
+        repetition_penalty: `[num_rows]` float32; 1 is off.
+        presence_penalty: `[num_rows]` float32; 0 is off.
+        frequency_penalty: `[num_rows]` float32; 0 is off.
+        no_repeat_ngram_size: `[num_rows]` int32; 0 is off.
+        num_biases: `[num_rows]` int32, rules that are biases; they come first.
+        num_rules: `[num_rows]` int32, all rules.
+        rules: `[num_rows, MAX_RULES, 4]` int32: token, kind + 4 * prefix length, position or -1, bits of the bias.
+        rule_prefixes: `[num_rows, MAX_RULE_PREFIXES]` int32, the prefixes of a row's rules one after the other.
+        decay_starts: `[num_rows]` int32, position beyond which EOS ids grow; `NO_DECAY` is off.
+        decay_rates: `[num_rows]` float32, base-2 logarithm of the growth per token.
+        remove_invalid: `[num_rows]` int32; 0 is off.
+        is_truncated: `[num_rows]` int32; 0 where none of the following filters is on.
+        top_h: `[num_rows]` float32; 0 is off.
+        typical_p: `[num_rows]` float32; 1 is off.
+        epsilon_cutoff: `[num_rows]` float32; 0 is off.
+        eta_cutoff: `[num_rows]` float32; 0 is off.
     """
 
     def __init__(self, num_rows: int, max_len: int, num_groups: int, max_blocks: int, device: torch.device) -> None:
@@ -51,6 +71,23 @@ class RequestTable:
         self.seeds = torch.zeros(num_rows, dtype=torch.int64, device=device)
         self.min_positions = torch.zeros(num_rows, dtype=torch.int32, device=device)
         self.eos_ids = torch.full((num_rows, MAX_EOS_IDS), -1, dtype=torch.int32, device=device)
+        self.prompt_lengths = torch.zeros(num_rows, dtype=torch.int32, device=device)
+        self.repetition_penalty = torch.ones(num_rows, dtype=torch.float32, device=device)
+        self.presence_penalty = torch.zeros(num_rows, dtype=torch.float32, device=device)
+        self.frequency_penalty = torch.zeros(num_rows, dtype=torch.float32, device=device)
+        self.no_repeat_ngram_size = torch.zeros(num_rows, dtype=torch.int32, device=device)
+        self.num_biases = torch.zeros(num_rows, dtype=torch.int32, device=device)
+        self.num_rules = torch.zeros(num_rows, dtype=torch.int32, device=device)
+        self.rules = torch.zeros((num_rows, MAX_RULES, 4), dtype=torch.int32, device=device)
+        self.rule_prefixes = torch.zeros((num_rows, MAX_RULE_PREFIXES), dtype=torch.int32, device=device)
+        self.decay_starts = torch.full((num_rows,), NO_DECAY, dtype=torch.int32, device=device)
+        self.decay_rates = torch.zeros(num_rows, dtype=torch.float32, device=device)
+        self.remove_invalid = torch.zeros(num_rows, dtype=torch.int32, device=device)
+        self.is_truncated = torch.zeros(num_rows, dtype=torch.int32, device=device)
+        self.top_h = torch.zeros(num_rows, dtype=torch.float32, device=device)
+        self.typical_p = torch.ones(num_rows, dtype=torch.float32, device=device)
+        self.epsilon_cutoff = torch.zeros(num_rows, dtype=torch.float32, device=device)
+        self.eta_cutoff = torch.zeros(num_rows, dtype=torch.float32, device=device)
 
     @property
     def num_bytes(self) -> int:

@@ -39,6 +39,8 @@ _MAX_BATCH_TOKENS_CPU = 2048
 _SHARED_MEMORY_DEVICES = ("cpu", "mps")
 # Ids, positions and slots of a token.
 _COLUMN_BYTES = 24
+# Parameters of a request, most of them rules of logits processors; see `RequestTable`.
+_PARAMETER_BYTES = 12_288 + 256
 _Q_INTERVAL = 64
 _KV_INTERVAL = 16384
 _GIB = 2**30
@@ -93,14 +95,15 @@ class _Budget:
         facts, layout = self.facts, self.layout
         requests, length = self.num_requests(num_blocks), self.max_model_len(num_blocks)
         # One row more, for padding; see `RequestTable`.
-        tables = 4 * (requests + 1) * (length + 1 + len(layout.page_sizes) * layout.max_pages(length))
+        tokens_and_blocks = 4 * (length + 1 + len(layout.page_sizes) * layout.max_pages(length))
+        tables = (requests + 1) * (tokens_and_blocks + _PARAMETER_BYTES)
         sampled = min(requests, step_tokens)
         # The model's logits, and what sampling makes of them in float32.
         logits = sampled * facts.vocab_size * (facts.logits_dtype_bytes + 4)
         activations = step_tokens * (facts.activation_bytes_per_token + _COLUMN_BYTES)
         shares = [
             MemoryShare("cache", num_blocks * layout.block_bytes, f"{num_blocks} blocks of {layout.block_bytes} bytes"),
-            MemoryShare("tables", tables, f"tokens and blocks of {requests} requests of up to {length} tokens"),
+            MemoryShare("tables", tables, f"{requests} requests of up to {length} tokens"),
             MemoryShare("logits", logits, f"{sampled} rows that sample, {facts.vocab_size} each"),
             MemoryShare("activations", activations, f"a step of {step_tokens} tokens"),
         ]
@@ -129,6 +132,7 @@ def resolve(
     *,
     has_logits_processing: bool,
     scheduler_types: Mapping[str, float],
+    has_processors: bool = False,
 ) -> EngineConfig:
     """Every setting of an engine, from what was asked for and what is known.
 
@@ -139,6 +143,8 @@ def resolve(
         has_logits_processing: Whether logits go through processors, which need memory of the vocabulary's
             size.
         scheduler_types: Name of each scheduler -> its own safety margin, a share of the blocks.
+        has_processors: Whether requests that bring no arguments have more than temperature, top-k, top-p, min-p and a
+            minimum length.
 
     Raises:
         ValueError: A value is out of range, the scheduler is unknown, or there is no memory for a single
@@ -189,6 +195,7 @@ def resolve(
         seed=_seed(config, log),
         max_queue_size=config.max_queue_size,
         per_request_processors=config.per_request_processors,
+        has_processors=has_processors or config.per_request_processors,
         drop_unsupported_processors=config.drop_unsupported_processors,
         memory_budget=budget.shares(num_blocks, max_batch_tokens),
         available_memory_bytes=facts.available_memory_bytes,

@@ -19,6 +19,7 @@ from typing import Any
 
 from cbtriton.cache_layout import CacheLayout
 from cbtriton.config import MAX_SEED, check_integer, check_number
+from cbtriton.processors import PROCESSOR_OPTIONS, ProcessorOptions
 from cbtriton.request import SamplingParams, StopRules
 
 Warn = Callable[[str], None]
@@ -37,6 +38,7 @@ _SUPPORTED = frozenset(
         "eos_token_id",
         "stop_strings",
         "num_return_sequences",
+        *PROCESSOR_OPTIONS,
     }
 )
 """Options that are honoured."""
@@ -66,29 +68,11 @@ _HARMLESS = frozenset(
 )
 """Options that cannot change an answer here, whatever their value."""
 
-_PROCESSORS: dict[str, tuple[Any, ...]] = {
-    "repetition_penalty": (1.0,),
+_UNSUPPORTED_PROCESSORS: dict[str, tuple[Any, ...]] = {
     "encoder_repetition_penalty": (1.0,),
-    "no_repeat_ngram_size": (0,),
     "encoder_no_repeat_ngram_size": (0,),
-    "bad_words_ids": ([],),
-    "sequence_bias": ({}, []),
-    "suppress_tokens": ([],),
-    "begin_suppress_tokens": ([],),
-    "forced_bos_token_id": (),
-    "forced_eos_token_id": (),
-    "exponential_decay_length_penalty": (),
-    "remove_invalid_values": (False,),
 }
 """Logits processors that are not supported, with the values (besides None) that switch them off."""
-
-_SAMPLING_PROCESSORS: dict[str, tuple[Any, ...]] = {
-    "top_h": (),
-    "typical_p": (1.0,),
-    "epsilon_cutoff": (0.0,),
-    "eta_cutoff": (0.0,),
-}
-"""The same for processors that only act on sampled tokens."""
 
 _REFUSED: dict[str, tuple[Any, ...]] = {
     "num_beams": (1,),
@@ -134,8 +118,11 @@ _INSTEAD = {
 _DEFAULT_MAX_LENGTH = 20
 """What transformers assumes for `max_length` when nobody sets it: no wish of the caller's."""
 
-_TUNING = ("do_sample", "temperature", "top_k", "top_p", "min_p")
-_ALWAYS = ("seed", "min_new_tokens", "stop_sequences", "stop_strings")
+_TUNING = ("do_sample", "temperature", "top_k", "top_p", "min_p", *PROCESSOR_OPTIONS)
+_ALWAYS = ("seed", "min_new_tokens", "min_length", "stop_sequences", "stop_strings")
+
+_GREEDY_TEMPERATURE = 1e-5
+"""Up to this temperature the most likely token is taken: the others have no chance."""
 
 
 class RequestTooLongError(ValueError):
@@ -181,6 +168,7 @@ class SamplingDefaults:
         eos_token_ids: Any of these ends a request.
         stop_strings: Any of these texts ends a request.
         num_return_sequences: Answers per prompt.
+        processors: What else changes scores.
     """
 
     do_sample: bool
@@ -195,6 +183,7 @@ class SamplingDefaults:
     eos_token_ids: frozenset[int]
     stop_strings: tuple[str, ...]
     num_return_sequences: int
+    processors: ProcessorOptions
 
     @classmethod
     def from_generation_config(
@@ -239,13 +228,19 @@ class SamplingDefaults:
             eos_token_ids=_eos_token_ids(_or(get("eos_token_id"), model_eos), vocab_size, warn),
             stop_strings=_stop_strings(_or(get("stop_strings"), ())),
             num_return_sequences=check_integer("num_return_sequences", _or(get("num_return_sequences"), 1), 1),
+            processors=ProcessorOptions().merged(options, vocab_size),
         )
 
     @property
     def has_logits_processing(self) -> bool:
         """Whether logits are changed before a token is chosen, for a request without arguments of its own."""
         filters = self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0 or self.temperature != 1.0
-        return (self.do_sample and filters) or self.min_new_tokens > 0 or self.min_length > 0
+        return (self.do_sample and filters) or self.min_new_tokens > 0 or self.min_length > 0 or self.has_processors
+
+    @property
+    def has_processors(self) -> bool:
+        """Whether such a request has more than temperature, top-k, top-p, min-p and a minimum length."""
+        return not self.processors.is_neutral or (self.do_sample and self.processors.has_filters)
 
 
 def request_parameters(
@@ -262,8 +257,8 @@ def request_parameters(
 ) -> tuple[SamplingParams, StopRules]:
     """How one request draws its tokens and when it ends.
 
-    Temperature 0.0 means greedy. A request that gives `temperature` without `do_sample` samples; one that
-    gives only filters (`top_k`, `top_p`, `min_p`) samples if the defaults do. An argument that is None counts
+    A temperature up to 1e-5 means greedy. A request that gives `temperature` without `do_sample` samples; one that
+    gives only filters (`top_k`, `top_p`, `min_p`, …) samples if the defaults do. An argument that is None counts
     as not given.
 
     Args:
@@ -271,9 +266,9 @@ def request_parameters(
         prompt_length: Tokens of the prompt.
         max_new_tokens: The request's own limit; None: the defaults', else what fits.
         eos_token_id: The request's own EOS id or ids; None: the defaults', -1 or an empty list: none.
-        kwargs: `seed`, `min_new_tokens`, `stop_sequences` (lists of token ids), `stop_strings` (a text or
-            several), and, with `per_request_processors`, `do_sample`, `temperature`, `top_k`, `top_p`,
-            `min_p`.
+        kwargs: `seed`, `min_new_tokens`, `min_length`, `stop_sequences` (lists of token ids), `stop_strings` (a text
+            or several), and, with `per_request_processors`, `do_sample`, `temperature`, `top_k`, `top_p`, `min_p`
+            and the fields of `ProcessorOptions`.
         ordinal: Number of the request since the engine was made.
         engine_seed: Source of the seeds of requests without one.
         per_request_processors: Whether requests may bring sampling arguments.
@@ -285,16 +280,18 @@ def request_parameters(
     """
     given = {name: value for name, value in kwargs.items() if value is not None}
     _check_argument_names(kwargs, given, per_request_processors)
-    sampling = SamplingParams(
-        **_filters(defaults, given, limits.vocab_size),
-        seed=_request_seed(given.get("seed"), engine_seed, ordinal),
-        min_new_tokens=_min_new_tokens(defaults, given.get("min_new_tokens"), prompt_length),
-    )
+    options = defaults.processors.merged(given, limits.vocab_size)
     stop = StopRules(
         max_new_tokens=_max_new_tokens(defaults, max_new_tokens, prompt_length, limits),
         eos_token_ids=_request_eos(defaults, eos_token_id, limits.vocab_size),
         stop_sequences=_stop_sequences(given.get("stop_sequences", ()), limits.vocab_size),
         stop_strings=_stop_strings(given.get("stop_strings", defaults.stop_strings)),
+    )
+    sampling = SamplingParams(
+        **_filters(defaults, options, given, limits.vocab_size),
+        seed=_request_seed(given.get("seed"), engine_seed, ordinal),
+        min_new_tokens=_min_new_tokens(defaults, given, prompt_length),
+        processors=options.resolve(prompt_length, stop.max_new_tokens, stop.eos_token_ids),
     )
     return sampling, stop
 
@@ -312,14 +309,12 @@ def _public_attributes(generation_config: Any) -> dict[str, Any]:
 
 def _check_options(options: Mapping[str, Any], drop_unsupported: bool, warn: Warn) -> None:
     """Refuses what the engine does not do, and drops or refuses unsupported processors."""
-    processors = _PROCESSORS | _SAMPLING_PROCESSORS
-    inactive = () if options.get("do_sample") else _SAMPLING_PROCESSORS
     unsupported = []
     for name, value in options.items():
-        if value is None or name in _SUPPORTED or name in _HARMLESS or name in inactive:
+        if value is None or name in _SUPPORTED or name in _HARMLESS:
             continue
-        if name in processors:
-            if value not in processors[name]:
+        if name in _UNSUPPORTED_PROCESSORS:
+            if value not in _UNSUPPORTED_PROCESSORS[name]:
                 unsupported.append(f"{name}={value!r}")
         elif name not in _REFUSED:
             raise ValueError(f"{name}={value!r} is not a known generation option; {_leave_out(name)}")
@@ -346,7 +341,7 @@ def _drop_processors(options: str, drop_unsupported: bool, warn: Warn) -> None:
 def _check_argument_names(kwargs: Mapping[str, Any], given: Mapping[str, Any], per_request_processors: bool) -> None:
     accepted = ", ".join(_ALWAYS + _TUNING)
     for name in kwargs:
-        if name in _PROCESSORS or name in _SAMPLING_PROCESSORS:
+        if name in _UNSUPPORTED_PROCESSORS:
             raise TypeError(f"{name} needs a logits processor that is not supported; accepted are {accepted}")
         if name not in _ALWAYS and name not in _TUNING:
             raise TypeError(f"a request has no argument {name!r}; accepted are {accepted}")
@@ -357,18 +352,21 @@ def _check_argument_names(kwargs: Mapping[str, Any], given: Mapping[str, Any], p
         )
 
 
-def _filters(defaults: SamplingDefaults, given: Mapping[str, Any], vocab_size: int) -> dict[str, Any]:
+def _filters(
+    defaults: SamplingDefaults, options: ProcessorOptions, given: Mapping[str, Any], vocab_size: int
+) -> dict[str, Any]:
     """Temperature and filters as arguments of `SamplingParams`; none of them for a greedy request."""
     temperature = _temperature(given.get("temperature", defaults.temperature))
     filters = {
         "top_k": _top_k(given.get("top_k", defaults.top_k), vocab_size),
         "top_p": _top_p(given.get("top_p", defaults.top_p)),
         "min_p": _min_p(given.get("min_p", defaults.min_p)),
+        **options.filters,
     }
     do_sample = _boolean("do_sample", given.get("do_sample", defaults.do_sample or "temperature" in given))
     if do_sample and temperature == 0.0 and "temperature" not in given:
         raise ValueError("do_sample=True needs a temperature greater than 0, and the defaults have 0.0; give one")
-    return {"temperature": temperature, **filters} if do_sample and temperature > 0.0 else {}
+    return {"temperature": temperature, **filters} if do_sample and temperature > _GREEDY_TEMPERATURE else {}
 
 
 def _max_new_tokens(defaults: SamplingDefaults, asked: object, prompt_length: int, limits: RequestLimits) -> int:
@@ -406,10 +404,12 @@ def _too_long(limits: RequestLimits, what: str, needed: int, remedy: str) -> Req
     )
 
 
-def _min_new_tokens(defaults: SamplingDefaults, asked: object, prompt_length: int) -> int:
-    if asked is not None:
-        return check_integer("min_new_tokens", asked, 0)
-    return max(defaults.min_new_tokens, defaults.min_length - prompt_length)
+def _min_new_tokens(defaults: SamplingDefaults, given: Mapping[str, Any], prompt_length: int) -> int:
+    min_new_tokens, min_length = defaults.min_new_tokens, defaults.min_length
+    if "min_new_tokens" in given or "min_length" in given:
+        min_new_tokens = check_integer("min_new_tokens", given.get("min_new_tokens", 0), 0)
+        min_length = check_integer("min_length", given.get("min_length", 0), 0)
+    return max(min_new_tokens, min_length - prompt_length)
 
 
 def _request_seed(asked: object, engine_seed: int, ordinal: int) -> int:

@@ -576,8 +576,7 @@ class Scheduler:
     def _commit_token(self, request: Request, sampled: SampledToken, now: float) -> GenerationOutput | None:
         request.num_in_flight -= 1
         if not sampled.is_valid:
-            error = "the model produced no usable logits (NaN, or no token left to choose from)"
-            return self._end(request, RequestStatus.FAILED, "error", error)
+            return self._end(request, RequestStatus.FAILED, "error", _why_invalid(request))
         request.status = RequestStatus.DECODING
         request.generated.append(sampled.token_id)
         if sampled.logprob is not None:
@@ -635,3 +634,12 @@ class Scheduler:
                     f"{other.request_id!r} needs {needed}; pin it when that has ended, or raise num_blocks"
                 )
         return None
+
+
+def _why_invalid(request: Request) -> str:
+    if request.sampling.has_processors or request.sampling.min_new_tokens > len(request.generated):
+        return (
+            "no token is left to choose from: what the request suppresses, forbids or forces rules out all of them "
+            "(or the model produced NaN); allow more tokens"
+        )
+    return "the model produced no usable logits (NaN, or no token left to choose from)"

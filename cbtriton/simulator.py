@@ -294,7 +294,8 @@ def graph_bytes(buckets: Iterable[Bucket], facts: ModelFacts) -> int:
     A graph keeps its results to itself: for each sampling row a token id, a log-probability and a flag, each column an
     allocation of its own. Ids, positions and slots (24 bytes a token), logits (of `facts.logits_dtype_bytes`) and
     activations live in memory that all graphs share, since one runs at a time: it is as large as the largest needs.
-    What the driver needs to launch a graph is not counted.
+    What the driver needs to launch a graph is not counted, nor what engines with logits processors have on top: a third
+    graph for each bucket, and 8 bytes of shared memory for each sampling row and token of the vocabulary.
 
     Args:
         buckets: The buckets.

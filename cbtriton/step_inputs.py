@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -11,19 +12,24 @@ from torch import Tensor
 
 from cbtriton.padding import Bucket
 from cbtriton.plan import BatchPlan, BlockTableUpdate, RowStart
-from cbtriton.request import SamplingParams
-from cbtriton.request_table import MAX_EOS_IDS, RequestTable
+from cbtriton.request import RuleKind, SamplingParams, TokenRule
+from cbtriton.request_table import MAX_EOS_IDS, NO_DECAY, RequestTable
 
 
 @dataclass(frozen=True, slots=True)
 class SampleFeatures:
-    """What any sampling row of the step asks for: the sampler leaves out whole stages that nobody needs."""
+    """What any sampling row of the step asks for: the sampler leaves out whole stages that nobody needs.
+
+    Rows that are truncated are processed as well, since the one works on what the other writes.
+    """
 
     all_greedy: bool
     use_top_k: bool
     use_top_p: bool
     use_min_p: bool
     use_min_length: bool
+    use_processors: bool = False
+    use_truncation: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +73,10 @@ class StepInputsWriter:
         self._device = device
         # No bucket has more rows than the table, its padding row included.
         self._columns = torch.empty(6 * (table.padding_row + 1), dtype=torch.int32, device=device)
-        # What the rows that are not greedy ask for, kept on the host so that no step has to read it back.
+        # What the rows that are not greedy ask for, and those with processors, kept on the host so that no step has to
+        # read it back.
         self._drawing: dict[int, SamplingParams] = {}
+        self._processing: dict[int, SamplingParams] = {}
         self._row_min_position: dict[int, int] = {}
 
     def fill(self, plan: BatchPlan, bucket: Bucket) -> StepInputs:
@@ -132,6 +140,7 @@ class StepInputsWriter:
 
     def _features(self, sample_rows: Sequence[int], sample_positions: Sequence[int]) -> SampleFeatures:
         drawn = [self._drawing[row] for row in sample_rows if row in self._drawing]
+        processed = [self._processing[row] for row in sample_rows if row in self._processing]
         return SampleFeatures(
             all_greedy=not drawn,
             use_top_k=any(0 < params.top_k < self._vocab_size for params in drawn),
@@ -141,6 +150,8 @@ class StepInputsWriter:
                 position < self._row_min_position[row]
                 for row, position in zip(sample_rows, sample_positions, strict=True)
             ),
+            use_processors=bool(processed),
+            use_truncation=any(params.is_truncated for params in processed),
         )
 
     def _start_rows(self, row_starts: Sequence[RowStart]) -> None:
@@ -149,19 +160,69 @@ class StepInputsWriter:
             self._drawing.pop(start.row, None)
             if not start.sampling.is_greedy:
                 self._drawing[start.row] = start.sampling
+            self._processing.pop(start.row, None)
+            if start.sampling.has_processors or start.sampling.is_truncated:
+                self._processing[start.row] = start.sampling
             self._row_min_position[start.row] = start.prompt_length + start.sampling.min_new_tokens
             table.token_table[start.row, : len(start.token_ids)] = self._to_device(start.token_ids)
         rows = self._to_device([start.row for start in row_starts]).long()
         sampling = [start.sampling for start in row_starts]
-        floats = self._to_device(
-            [[params.temperature, params.top_p, params.min_p] for params in sampling], torch.float32
-        )
-        table.temperature[rows], table.top_p[rows], table.min_p[rows] = floats.unbind(1)
-        table.top_k[rows] = self._to_device([params.top_k for params in sampling])
+        floats = self._to_device(list(map(_floats, sampling)), torch.float32)
+        for column, values in zip(self._float_columns(), floats.unbind(1), strict=True):
+            column[rows] = values
         table.seeds[rows] = self._to_device([params.seed for params in sampling], torch.int64)
-        table.min_positions[rows] = self._to_device([self._row_min_position[start.row] for start in row_starts])
+        integers = self._to_device([[*_integers(s), self._row_min_position[s.row]] for s in row_starts])
+        for column, values in zip(self._integer_columns(), integers.unbind(1), strict=True):
+            column[rows] = values
         eos = [sorted(start.eos_token_ids) for start in row_starts]
         table.eos_ids[rows] = self._to_device([ids + [-1] * (MAX_EOS_IDS - len(ids)) for ids in eos])
+        for start in row_starts:
+            if start.sampling.processors.rules:
+                self._write_rules(start.row, start.sampling.processors.rules)
+
+    def _float_columns(self) -> tuple[Tensor, ...]:
+        """In the order of `_floats`."""
+        table = self._table
+        return (
+            table.temperature,
+            table.top_p,
+            table.min_p,
+            table.top_h,
+            table.typical_p,
+            table.epsilon_cutoff,
+            table.eta_cutoff,
+            table.repetition_penalty,
+            table.presence_penalty,
+            table.frequency_penalty,
+            table.decay_rates,
+        )
+
+    def _integer_columns(self) -> tuple[Tensor, ...]:
+        """In the order of `_integers`, and the minimum position."""
+        table = self._table
+        return (
+            table.prompt_lengths,
+            table.top_k,
+            table.is_truncated,
+            table.no_repeat_ngram_size,
+            table.num_biases,
+            table.num_rules,
+            table.decay_starts,
+            table.remove_invalid,
+            table.min_positions,
+        )
+
+    def _write_rules(self, row: int, rules: Sequence[TokenRule]) -> None:
+        fields = [
+            [rule.token, rule.kind + 4 * len(rule.prefix), -1 if rule.position is None else rule.position]
+            for rule in rules
+        ]
+        biases = self._to_device([rule.bias for rule in rules], torch.float32)
+        self._table.rules[row, : len(rules), :3] = self._to_device(fields)
+        self._table.rules[row, : len(rules), 3] = biases.view(torch.int32)
+        prefixes = list(chain.from_iterable(rule.prefix for rule in rules))
+        if prefixes:
+            self._table.rule_prefixes[row, : len(prefixes)] = self._to_device(prefixes)
 
     def _update_block_tables(self, updates: Sequence[BlockTableUpdate]) -> None:
         changes = [
@@ -180,3 +241,34 @@ class StepInputsWriter:
         """A tensor that a copy to the device may go on reading after it has been given up."""
         host = torch.tensor(values, dtype=dtype)
         return host if self._device.type == "cpu" else host.pin_memory()
+
+
+def _floats(params: SamplingParams) -> tuple[float, ...]:
+    processors = params.processors
+    return (
+        params.temperature,
+        params.top_p,
+        params.min_p,
+        params.top_h,
+        params.typical_p,
+        params.epsilon_cutoff,
+        params.eta_cutoff,
+        processors.repetition_penalty,
+        processors.presence_penalty,
+        processors.frequency_penalty,
+        math.log2(processors.decay_factor),
+    )
+
+
+def _integers(start: RowStart) -> tuple[int, ...]:
+    params, processors = start.sampling, start.sampling.processors
+    return (
+        start.prompt_length,
+        params.top_k,
+        int(params.is_truncated),
+        processors.no_repeat_ngram_size,
+        sum(rule.kind == RuleKind.BIAS for rule in processors.rules),
+        len(processors.rules),
+        NO_DECAY if processors.decay_start is None else processors.decay_start,
+        int(processors.remove_invalid_values),
+    )

@@ -373,15 +373,24 @@ def _attention(shape: Shape, num_tokens: int) -> Step:
 
 def _sample(shape: Shape) -> Step:
     filters = shape.window > 0
-    per_row = {"temperature": torch.float32, "top_p": torch.float32, "min_p": torch.float32, "seeds": torch.int64}
+    numbers = ("temperature", "top_p", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff", "decay_rates")
+    penalties = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+    integers = ("top_k", "min_positions", "prompt_lengths", "no_repeat_ngram_size", "decay_starts")
     flags = ("use_top_k", "use_top_p", "use_min_p", "use_min_length", "return_logprobs")
     step = {
         "logits": _meta(_ROWS, _VOCABULARY, dtype=shape.dtype),
+        "scores": _meta(_ROWS, _VOCABULARY, dtype=torch.float32),
         "rows": _meta(_ROWS),
         "positions": _meta(_ROWS),
         "token_table": _meta(_TABLE_ROWS, _MAX_LEN),
-        **{name: _meta(_TABLE_ROWS, dtype=dtype) for name, dtype in per_row.items()},
-        **{name: _meta(_TABLE_ROWS) for name in ("top_k", "min_positions")},
+        **{name: _meta(_TABLE_ROWS, dtype=torch.float32) for name in (*numbers, *penalties)},
+        **{
+            name: _meta(_TABLE_ROWS)
+            for name in (*integers, "num_biases", "num_rules", "remove_invalid", "is_truncated")
+        },
+        "seeds": _meta(_TABLE_ROWS, dtype=torch.int64),
+        "rules": _meta(_TABLE_ROWS, 512, 4),
+        "rule_prefixes": _meta(_TABLE_ROWS, 1024),
         "eos_ids": _meta(_TABLE_ROWS, 4),
         "all_greedy": False,
         **dict.fromkeys(flags, filters),
@@ -415,11 +424,12 @@ BULK: dict[str, tuple[str, ...]] = {
 def recorded(module: ModuleType, slot: str, target: str, step: Step) -> list[RecordedLaunch]:
     """What the module's plan and launcher launch for a step."""
     of_launcher, of_plan = step
-    launcher = getattr(module, slot)
+    names = ("process", "truncate", "sample") if slot == "sample" else (slot,)
     with record_launches(target) as launches:
         if of_plan:
             of_launcher = {**of_launcher, "plan": call_by_name(module.plan, of_plan)}
-        call_by_name(getattr(launcher, "launcher", launcher), of_launcher)
+        for launcher in (getattr(module, name) for name in names):
+            call_by_name(getattr(launcher, "launcher", launcher), of_launcher)
     return launches
 
 

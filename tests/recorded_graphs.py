@@ -33,6 +33,8 @@ KERNELS = (
     "decode_attention",
     "decode_plan",
     "sample",
+    "process",
+    "truncate",
     "block_copy",
 )
 

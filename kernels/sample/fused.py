@@ -34,6 +34,19 @@ from triton.language.extra.cuda import libdevice
 from cbtriton.kernels._jit import INTERPRETED
 from cbtriton.kernels._launch import INTERPRETER, ceil_div, launch, power_of_two, target_of
 from cbtriton.kernels._op import kernel_op
+from cbtriton.kernels._processors import (
+    INFINITY,
+    MASS_UNIT,
+    NO_KEY,
+    flip,
+    pack,
+    process,
+    to_keys,
+    to_scores,
+    truncate,
+)
+
+__all__ = ["process", "sample", "truncate"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,12 +93,7 @@ _NUM_BINS = tl.constexpr(512)
 _BINS_PER_NAT = tl.constexpr(25.0)
 # Rounding of a bound must not cut off a token that the exact filters would keep.
 _BOUND_SLACK = tl.constexpr(1 + 1e-3)
-_MASS_UNIT = tl.constexpr(2.0**40)
-_LARGEST = tl.constexpr(3.4028234663852886e38)
-_INFINITY = tl.constexpr(float("inf"))
 _LN_2 = tl.constexpr(0.6931471805599453)
-# Below the key of every finite score.
-_NO_KEY = tl.constexpr(-(2**31))
 _NO_ITEM = tl.constexpr(-(2**63))
 _LARGEST_INT = tl.constexpr(2**31 - 1)
 # Entries before a row's candidates, with one to spare, so that these are aligned.
@@ -271,18 +279,10 @@ def _eos_range(row, position, min_positions, eos_ids, eos_stride, num_eos, flags
 @triton.jit
 def _load_logits(logits, ids, vocab_size, eos, num_suppressed):
     """A tile of a row in fp32; -inf beyond the row and for suppressed EOS ids, +inf for NaN."""
-    x = tl.load(logits + ids, mask=ids < vocab_size, other=-_INFINITY).to(tl.float32)
+    x = tl.load(logits + ids, mask=ids < vocab_size, other=-INFINITY).to(tl.float32)
     for i in range(num_suppressed):
-        x = tl.where(ids == tl.load(eos + i), -_INFINITY, x)
-    return tl.where(x == x, x, _INFINITY)
-
-
-@triton.jit
-def _to_scores(x, temperature):
-    """Finite logits stay finite at any temperature. Zeros lose their sign, because equal scores need equal keys."""
-    scores = tl.minimum(tl.maximum(tl.div_rn(x, temperature), -_LARGEST), _LARGEST)
-    scores = tl.where(scores == 0, 0.0, scores)
-    return tl.where((x == _INFINITY) | (x == -_INFINITY), x, scores)
+        x = tl.where(ids == tl.load(eos + i), -INFINITY, x)
+    return tl.where(x == x, x, INFINITY)
 
 
 @triton.jit
@@ -363,11 +363,11 @@ def _scan(
         tl.store(peaks + place, peak)
         tl.store(winners + place, tl.min(tl.where(x == peak, ids, _LARGEST_INT)))
         if LOGPROBS:
-            base = tl.where((peak > -_INFINITY) & (peak < _INFINITY), peak, 0.0)
+            base = tl.where((peak > -INFINITY) & (peak < INFINITY), peak, 0.0)
             tl.store(sums + place, tl.sum(tl.exp(x - base)))
     if not ALL_GREEDY:  # noqa: SIM102 (a constant: what follows is not compiled)
         if heat != 0:
-            peak = _to_scores(peak, heat)
+            peak = to_scores(peak, heat)
             tl.store(peaks + place, peak)
             is_filtered = False
             if FILTERED:
@@ -378,8 +378,8 @@ def _scan(
                     tl.store(candidates + sample_index * NUM_ITEMS, 0)
                     tl.store(candidates + sample_index * NUM_ITEMS + 1, 0)
             else:
-                base = tl.where((peak > -_INFINITY) & (peak < _INFINITY), peak, 0.0)
-                weights = tl.exp(_to_scores(x, heat) - base)
+                base = tl.where((peak > -INFINITY) & (peak < INFINITY), peak, 0.0)
+                weights = tl.exp(to_scores(x, heat) - base)
                 groups = block * (BLOCK // 4) + tl.arange(0, BLOCK // 4)
                 zero = groups * 0
                 w0, w1, w2, w3 = tl.philox(tl.load(seeds + row), groups, zero + position, zero, zero)
@@ -396,21 +396,14 @@ def _scan(
 def _row_peak(peaks, sample_index, NUM_BLOCKS: tl.constexpr, PADDED_BLOCKS: tl.constexpr):
     """A row's best score, and whether the row is usable."""
     blocks = tl.arange(0, PADDED_BLOCKS)
-    peak = tl.max(tl.load(peaks + sample_index * NUM_BLOCKS + blocks, mask=blocks < NUM_BLOCKS, other=-_INFINITY))
-    return peak, (peak < _INFINITY) & (peak > -_INFINITY)
+    peak = tl.max(tl.load(peaks + sample_index * NUM_BLOCKS + blocks, mask=blocks < NUM_BLOCKS, other=-INFINITY))
+    return peak, (peak < INFINITY) & (peak > -INFINITY)
 
 
 @triton.jit
 def _to_bins(scores, peak):
     """Distance from the peak in bins; never decreases with the distance."""
     return tl.minimum((peak - scores) * _BINS_PER_NAT, _NUM_BINS - 1).to(tl.int32)
-
-
-@triton.jit
-def _to_keys(scores):
-    """Integers in the order of the scores."""
-    bits = scores.to(tl.int32, bitcast=True)
-    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit(do_not_specialize=_PER_STEP)
@@ -453,10 +446,10 @@ def _count(
         for turn in range(TURNS):
             ids = (tl.program_id(1) * TURNS + turn) * BLOCK + tl.arange(0, BLOCK)
             x = _load_logits(logits + sample_index * logits_stride, ids, vocab_size, eos, num_suppressed)
-            scores = _to_scores(x, heat)
-            counts += tl.histogram(_to_bins(scores, peak), _NUM_BINS, mask=scores > -_INFINITY)
+            scores = to_scores(x, heat)
+            counts += tl.histogram(_to_bins(scores, peak), _NUM_BINS, mask=scores > -INFINITY)
             if needs_mass:
-                mass += tl.sum((tl.exp(scores - peak) * _MASS_UNIT).to(tl.int64))
+                mass += tl.sum((tl.exp(scores - peak) * MASS_UNIT).to(tl.int64))
         places = bins + sample_index * _NUM_BINS + tl.arange(0, _NUM_BINS)
         tl.atomic_add(places, counts, mask=counts > 0, sem="relaxed")
         if needs_mass:
@@ -477,7 +470,7 @@ def _last_bin(counts, total, k, p, m):
     else:
         if p < 1:
             bounds = counts.to(tl.float32) * tl.exp(places.to(tl.float32) * (-1 / _BINS_PER_NAT)) * _BOUND_SLACK
-            removable = total.to(tl.float32) / _MASS_UNIT * (1 - p)
+            removable = total.to(tl.float32) / MASS_UNIT * (1 - p)
             may_stay = tl.cumsum(bounds, 0, reverse=True) > removable
             last = tl.maximum(tl.sum(may_stay.to(tl.int32)) - 1, 0)
         if m > 0:
@@ -526,24 +519,18 @@ def _collect(
             tl.store(items + 2, last.to(tl.int64))
         ids = block * BLOCK + tl.arange(0, BLOCK)
         x = _load_logits(logits + sample_index * logits_stride, ids, vocab_size, eos, num_suppressed)
-        scores = _to_scores(x, heat)
-        is_candidate = (scores > -_INFINITY) & (_to_bins(scores, peak) <= last)
+        scores = to_scores(x, heat)
+        is_candidate = (scores > -INFINITY) & (_to_bins(scores, peak) <= last)
         number = tl.sum(is_candidate.to(tl.int32))
         if number > 0:
             ranks = tl.cumsum(is_candidate.to(tl.int32), 0)
             places = tl.atomic_add(items + 1, number.to(tl.int64), sem="relaxed") + ranks + (_HEADER - 1)
-            tl.store(items + places, _pack(_to_keys(scores), ids), mask=is_candidate & (places < NUM_ITEMS))
-
-
-@triton.jit
-def _pack(high, low):
-    """Two int32, the second not negative, in one int64 with the order of pairs."""
-    return (high.to(tl.int64) << 32) | low.to(tl.int64)
+            tl.store(items + places, pack(to_keys(scores), ids), mask=is_candidate & (places < NUM_ITEMS))
 
 
 @triton.jit
 def _load_items(start, source, TILE: tl.constexpr):
-    """Keys, token ids and weights of a tile of a row's candidates; `_NO_KEY` and weight 0 where there is none.
+    """Keys, token ids and weights of a tile of a row's candidates; `NO_KEY` and weight 0 where there is none.
 
     They come from the buffer, or from the row itself where the buffer was too small. `source` is what `_finish` made.
     A weight is `exp(score - peak)`, the same number in all kernels.
@@ -555,12 +542,12 @@ def _load_items(start, source, TILE: tl.constexpr):
         keys = (packed >> 32).to(tl.int32)
         ids = packed.to(tl.int32)
     else:
-        scores = _to_scores(_load_logits(logits, places, vocab_size, eos, num_suppressed), heat)
-        is_candidate = (scores > -_INFINITY) & (_to_bins(scores, peak) <= last)
-        keys = tl.where(is_candidate, _to_keys(scores), _NO_KEY)
+        scores = to_scores(_load_logits(logits, places, vocab_size, eos, num_suppressed), heat)
+        is_candidate = (scores > -INFINITY) & (_to_bins(scores, peak) <= last)
+        keys = tl.where(is_candidate, to_keys(scores), NO_KEY)
         ids = places
-    scores = (keys ^ ((keys >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
-    return keys, ids, tl.where(keys == _NO_KEY, 0.0, tl.exp(scores - peak))
+    scores = flip(keys).to(tl.float32, bitcast=True)
+    return keys, ids, tl.where(keys == NO_KEY, 0.0, tl.exp(scores - peak))
 
 
 @triton.jit
@@ -581,10 +568,10 @@ def _search(low, high, goal, tie, source, KIND: tl.constexpr, TILE: tl.constexpr
         for start in range(0, number, TILE):
             keys, ids, weights = _load_items(start, source, TILE)
             if KIND == _TIES:
-                keys = tl.where(keys == tie, ids, _NO_KEY)
+                keys = tl.where(keys == tie, ids, NO_KEY)
             is_above = keys[None, :] >= pivots[:, None]
             if KIND == _MASS:
-                reached += tl.where(is_above, (weights * _MASS_UNIT).to(tl.int64)[None, :], 0)
+                reached += tl.where(is_above, (weights * MASS_UNIT).to(tl.int64)[None, :], 0)
             else:
                 reached += is_above.to(tl.int32)
         passed = tl.sum(((tl.sum(reached, 1) >= goal) & (steps > 0)).to(tl.int32))
@@ -609,14 +596,14 @@ def _top_p_threshold(total, end, p, source, TILE: tl.constexpr, PIVOTS: tl.const
     share = 1 - p
     next_share = (share.to(tl.int32, bitcast=True) + 1).to(tl.float32, bitcast=True)
     removable = ((share.to(tl.float64) + next_share.to(tl.float64)) * 0.5 * total.to(tl.float64)).to(tl.int64)
-    key = _search(_NO_KEY + 1, end, tl.maximum(total - removable, 1), 0, source, _MASS, TILE, PIVOTS)
+    key = _search(NO_KEY + 1, end, tl.maximum(total - removable, 1), 0, source, _MASS, TILE, PIVOTS)
 
     from_key = tl.full((TILE,), 0, tl.int64)
     ties = tl.full((TILE,), 0, tl.int32)
     tie_mass = tl.full((TILE,), 1, tl.int64)
     for start in range(0, source[1], TILE):
         keys, _, weights = _load_items(start, source, TILE)
-        masses = (weights * _MASS_UNIT).to(tl.int64)
+        masses = (weights * MASS_UNIT).to(tl.int64)
         from_key += tl.where(keys >= key, masses, 0)
         ties += (keys == key).to(tl.int32)
         tie_mass = tl.maximum(tie_mass, tl.where(keys == key, masses, 0))
@@ -649,16 +636,16 @@ def _draw_filtered(
         NVIDIA: See `_exponential`.
     """
     number = source[1]
-    end = _to_keys(source[8]) + 1
-    least = _NO_KEY + 1
+    end = to_keys(source[8]) + 1
+    least = NO_KEY + 1
     first_id = 0
     if k > 0:
-        least = _search(_NO_KEY + 1, end, k, 0, source, _COUNT, TILE, PIVOTS)
+        least = _search(NO_KEY + 1, end, k, 0, source, _COUNT, TILE, PIVOTS)
         if p < 1:
             kept = tl.full((TILE,), 0, tl.int64)
             for start in range(0, number, TILE):
                 keys, _, weights = _load_items(start, source, TILE)
-                kept += tl.where(keys >= least, (weights * _MASS_UNIT).to(tl.int64), 0)
+                kept += tl.where(keys >= least, (weights * MASS_UNIT).to(tl.int64), 0)
             total = tl.sum(kept)
     if p < 1:
         least, first_id = _top_p_threshold(total, end, p, source, TILE, PIVOTS)
@@ -668,7 +655,7 @@ def _draw_filtered(
     for start in range(0, number, TILE):
         keys, ids, weights = _load_items(start, source, TILE)
         is_kept = ((keys > least) | ((keys == least) & (ids >= first_id))) & (weights >= tl.minimum(m, 1.0))
-        kept += tl.where(is_kept, (weights * _MASS_UNIT).to(tl.int64), 0)
+        kept += tl.where(is_kept, (weights * MASS_UNIT).to(tl.int64), 0)
         groups = ids // 4
         zero = groups * 0
         w0, w1, w2, w3 = tl.philox(seed, groups, zero + position, zero, zero)
@@ -676,7 +663,7 @@ def _draw_filtered(
         words = tl.where(lane < 2, tl.where(lane == 0, w0, w1), tl.where(lane == 2, w2, w3))
         race = tl.where(is_kept, weights / _exponential(words, NVIDIA), 0.0)
         # Positive floats are in the order of their bits. Of equal ones the lowest id wins.
-        best = tl.maximum(best, _pack(race.to(tl.int32, bitcast=True), ids ^ _LARGEST_INT))
+        best = tl.maximum(best, pack(race.to(tl.int32, bitcast=True), ids ^ _LARGEST_INT))
     return tl.max(best).to(tl.int32) ^ _LARGEST_INT, tl.sum(kept)
 
 
@@ -756,9 +743,9 @@ def _finish(
                         tl.load(items), k, p, m, tl.load(seeds + row), position, source, TILE, PIVOTS, NVIDIA
                     )
                     if LOGPROBS:
-                        logprob = -tl.log(kept.to(tl.float32) / _MASS_UNIT)
+                        logprob = -tl.log(kept.to(tl.float32) / MASS_UNIT)
         if not is_filtered:
-            block_peaks = tl.load(peaks + places, mask=is_block, other=-_INFINITY)
+            block_peaks = tl.load(peaks + places, mask=is_block, other=-INFINITY)
             block_winners = tl.load(winners + places, mask=is_block, other=_LARGEST_INT)
             scales = tl.exp(block_peaks - peak)
             if heat == 0:
@@ -770,7 +757,7 @@ def _finish(
                 logprob = -tl.log(tl.sum(tl.load(sums + places, mask=is_block, other=0.0) * scales))
         if LOGPROBS:
             x = tl.load(row_logits + token).to(tl.float32)
-            logprob += _to_scores(x, tl.where(heat == 0, 1.0, heat)) - peak
+            logprob += to_scores(x, tl.where(heat == 0, 1.0, heat)) - peak
     tl.store(tokens + sample_index, token.to(tl.int64))
     tl.store(logprobs + sample_index, logprob)
     tl.store(valid + sample_index, is_usable)

@@ -18,6 +18,9 @@ import torch
 from torch import Tensor
 
 from cbtriton.kernels._op import kernel_op
+from cbtriton.kernels._processors_reference import process, truncate
+
+__all__ = ["process", "sample", "truncate"]
 
 _WORD_MASK = 0xFFFFFFFF
 _ROUNDS = 10

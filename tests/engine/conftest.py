@@ -149,9 +149,9 @@ def in_thread(function: Callable[[], Any]) -> Callable[[], Any]:
 
 
 @contextmanager
-def running(model: Any, options: Any = None, **config: Any) -> Iterator[ContinuousBatchingManager]:
+def running(model: Any, options: Any = None, kernels: Any = None, **config: Any) -> Iterator[ContinuousBatchingManager]:
     """A started manager with a small cache; destroyed at the end, whatever happens."""
-    manager = ContinuousBatchingManager(model, options or greedy_options(), small(**config))
+    manager = ContinuousBatchingManager(model, options or greedy_options(), small(**config), None, kernels)
     manager.start()
     try:
         yield manager

@@ -20,7 +20,7 @@ from cbtriton import GenerationOutput, RequestStatus
 from cbtriton.engine import Engine
 from cbtriton.manager import ContinuousBatchingManager
 from cbtriton.plan import BatchPlan
-from cbtriton.request import Request, SamplingParams, StopRules
+from cbtriton.request import ProcessorParams, Request, SamplingParams, StopRules
 from cbtriton.scheduler import _Draft
 
 VOCAB_SIZE = 61
@@ -33,6 +33,8 @@ DRAWN = (
     SamplingParams(temperature=1.3),
     SamplingParams(temperature=0.8, top_k=20, top_p=0.9),
     SamplingParams(temperature=1.0, min_p=0.05),
+    SamplingParams(processors=ProcessorParams(repetition_penalty=1.8, frequency_penalty=0.5, no_repeat_ngram_size=2)),
+    SamplingParams(temperature=1.2, typical_p=0.8, top_h=0.9, processors=ProcessorParams(presence_penalty=1.0)),
 )
 
 

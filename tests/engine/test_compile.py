@@ -82,25 +82,28 @@ def test_the_whole_step_is_one_graph_with_the_plain_tokens_and_the_eager_draws(t
     prompts = [tools.prompt(length) for length in LENGTHS]
 
     def answers(**config):
-        """Greedy ones, sampled ones, and the last counters."""
+        """Greedy ones, sampled ones, processed ones, and the last counters."""
         config = tools.small(per_request_processors=True, **config)
         manager = ContinuousBatchingManager(model, tools.options(), config, HINTS, {"default": kernels})
         try:
             manager.warmup()
             manager.start()
             rounds = []
-            for sampling in ({}, {"do_sample": True, "temperature": 0.8, "top_k": 20, "top_p": 0.9}):
+            drawing = {"do_sample": True, "temperature": 0.8, "top_k": 20, "top_p": 0.9}
+            for sampling in ({}, drawing, drawing | {"repetition_penalty": 1.8, "typical_p": 0.8, "min_length": 4}):
                 ids = manager.add_requests(prompts, max_new_tokens=NUM_NEW, **sampling)
                 rounds.append([manager.get_result(name, timeout=tools.patience).generated_tokens for name in ids])
             return *rounds, manager.stats()
         finally:
             manager.destroy()
 
-    greedy, drawn, stats = answers(**backend(dynamic=True))
-    # Each path, greedy and not.
-    assert (stats.compilations, stats.late_compilations) == (4, 0)
+    greedy, drawn, processed, stats = answers(**backend(dynamic=True))
+    # Each path: greedy, drawn, processed.
+    assert (stats.compilations, stats.late_compilations) == (6, 0)
     assert greedy == [tools.plain_greedy(model, prompt, NUM_NEW) for prompt in prompts]
-    assert drawn == answers()[1] != greedy
+    eager = answers()
+    assert drawn == eager[1] != greedy
+    assert processed == eager[2] != drawn
 
 
 def test_level_1_gives_the_plain_tokens_and_its_code_copies_no_cache_and_is_found_again(model, oracle, tools):

@@ -108,6 +108,11 @@ def test_sampled_and_greedy_requests_draw_what_they_draw_without_graphs(model, r
 def test_requests_with_parameters_of_their_own_share_a_graph(model, capturer, tools):
     prompt = tools.prompt(9)
     wishes = [{"temperature": 1.5}, {"top_k": 3}, {"top_p": 0.5, "min_new_tokens": 3}, {"do_sample": False}] * 2
+    wishes += [
+        {"repetition_penalty": 1.9},
+        {"typical_p": 0.4, "no_repeat_ngram_size": 2},
+        {"suppress_tokens": [60, 78]},
+    ]
     answers = {}
     for use_cuda_graph in (True, False):
         config = {**SIZES, "per_request_processors": True, "use_cuda_graph": use_cuda_graph}
@@ -118,7 +123,7 @@ def test_requests_with_parameters_of_their_own_share_a_graph(model, capturer, to
             if use_cuda_graph:
                 assert manager.stats().captures <= 2 * len(manager.stats().buckets)
     assert answers[True] == answers[False]
-    assert len(set(map(tuple, answers[True]))) == 4
+    assert len(set(map(tuple, answers[True]))) == 7
 
 
 def test_greedy_and_sampled_steps_of_the_same_sizes_take_turns(model, oracle, capturer, tools):

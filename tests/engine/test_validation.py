@@ -42,7 +42,7 @@ BAD_ARGUMENTS = [
     ({"stop_sequences": "ab"}, TypeError, "stop_sequences must be a list of lists of token ids"),
     ({"stop_strings": "x"}, ValueError, "stop_strings need a tokenizer; set manager.tokenizer"),
     ({"temperature": 0.5}, ValueError, "set ContinuousBatchingConfig.per_request_processors=True"),
-    ({"repetition_penalty": 2.0}, TypeError, "repetition_penalty needs a logits processor that is not supported"),
+    ({"encoder_repetition_penalty": 2.0}, TypeError, "encoder_repetition_penalty needs a logits processor that is not"),
     ({"tempreature": 0.5}, TypeError, "a request has no argument 'tempreature'; accepted are seed"),
 ]
 
@@ -254,7 +254,7 @@ def test_an_option_that_is_not_supported_raises_and_is_named(model, tools, optio
 
 
 @pytest.mark.parametrize(
-    ("option", "value"), [("repetition_penalty", 1.8), ("no_repeat_ngram_size", 2), ("bad_words_ids", [[3]])]
+    ("option", "value"), [("encoder_repetition_penalty", 1.8), ("encoder_no_repeat_ngram_size", 2)]
 )
 def test_a_dropped_processor_warns_and_can_be_made_to_raise(model, oracle, tools, caplog, option, value):
     options = tools.options(**{option: value})
@@ -267,7 +267,16 @@ def test_a_dropped_processor_warns_and_can_be_made_to_raise(model, oracle, tools
 
 def test_supported_options_do_not_warn(model, tools, caplog, recwarn):
     options = tools.options(
-        do_sample=True, temperature=0.7, top_k=5, top_p=0.9, min_p=0.01, min_new_tokens=2, num_return_sequences=2
+        do_sample=True,
+        temperature=0.7,
+        top_k=5,
+        top_p=0.9,
+        min_p=0.01,
+        min_new_tokens=2,
+        num_return_sequences=2,
+        repetition_penalty=1.2,
+        no_repeat_ngram_size=2,
+        typical_p=0.9,
     )
     model.generate_batch([[1, 2]], options, tools.small(), max_new_tokens=3)
     assert not [record for record in caplog.records if record.name.startswith("cbtriton")]

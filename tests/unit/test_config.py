@@ -332,6 +332,7 @@ def test_engine_config_describes_its_decisions_in_aligned_columns_and_as_json():
         seed=3,
         max_queue_size=0,
         per_request_processors=False,
+        has_processors=False,
         drop_unsupported_processors=True,
         memory_budget=(
             MemoryShare("cache", 3 * 2**30, "12 blocks"),

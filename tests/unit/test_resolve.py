@@ -95,8 +95,8 @@ def test_num_blocks_holds_what_can_be_used(settings, hints, blocks):
 
 
 def tables(requests: int, length: int, width: int) -> int:
-    """Bytes of the tokens and blocks of so many requests and a row of padding."""
-    return 4 * (requests + 1) * (length + 1 + width)
+    """Bytes of the tokens, blocks and parameters of so many requests and a row of padding."""
+    return (requests + 1) * (4 * (length + 1 + width) + 12_544)
 
 
 def total(config: EngineConfig) -> int:

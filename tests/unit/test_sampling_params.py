@@ -12,6 +12,7 @@ from transformers import GenerationConfig
 
 from cbtriton import sampling
 from cbtriton.cache_layout import CachedLayer, CacheLayout
+from cbtriton.processors import PROCESSOR_OPTIONS, ProcessorOptions
 from cbtriton.request import SamplingParams
 from cbtriton.sampling import (
     RequestLimits,
@@ -72,24 +73,10 @@ def sampled(defaults=None, **kwargs):
     return parameters(defaults, kwargs=kwargs)[0]
 
 
-# Options, a value that switches each one on, and whether transformers runs it on sampled tokens only.
-PROCESSORS = [
-    ("repetition_penalty", 1.5, False),
-    ("encoder_repetition_penalty", 1.5, False),
-    ("no_repeat_ngram_size", 2, False),
-    ("encoder_no_repeat_ngram_size", 2, False),
-    ("bad_words_ids", [[3]], False),
-    ("sequence_bias", [[[3], 1.0]], False),
-    ("suppress_tokens", [3], False),
-    ("begin_suppress_tokens", [3], False),
-    ("forced_bos_token_id", 3, False),
-    ("forced_eos_token_id", 3, False),
-    ("exponential_decay_length_penalty", (2, 1.5), False),
-    ("remove_invalid_values", True, False),
-    ("top_h", 0.5, True),
-    ("typical_p", 0.5, True),
-    ("epsilon_cutoff", 0.1, True),
-    ("eta_cutoff", 0.1, True),
+# Options that are not supported, and a value that switches each one on.
+UNSUPPORTED_PROCESSORS = [
+    ("encoder_repetition_penalty", 1.5),
+    ("encoder_no_repeat_ngram_size", 2),
 ]
 NO_OPS = [
     ("repetition_penalty", 1.0),
@@ -101,6 +88,7 @@ NO_OPS = [
     ("remove_invalid_values", False),
     ("typical_p", 1.0),
     ("epsilon_cutoff", 0.0),
+    ("epsilon_cutoff", 1.0),
     ("eta_cutoff", 0.0),
     ("renormalize_logits", True),
 ]
@@ -120,21 +108,15 @@ def reference_processors(model, config):
 
 
 @pytest.mark.parametrize("do_sample", [False, True])
-@pytest.mark.parametrize(("name", "value", "needs_sampling"), PROCESSORS)
-def test_a_processor_is_dropped_or_refused_where_transformers_would_run_it(
-    model, name, value, needs_sampling, do_sample
-):
+@pytest.mark.parametrize(("name", "value"), UNSUPPORTED_PROCESSORS)
+def test_an_unsupported_processor_is_dropped_or_refused(model, name, value, do_sample):
     config = GenerationConfig(do_sample=do_sample, **{name: value})
-    runs = bool(reference_processors(model, config))
-    assert runs is (do_sample or not needs_sampling)
+    assert reference_processors(model, config)
     warnings: list[str] = []
     read(config, drop_unsupported=True, warnings=warnings)
-    assert len(warnings) == (1 if runs else 0)
-    if runs:
-        assert name in warnings[0]
-        with pytest.raises(ValueError, match=rf"{name}="):
-            read(config, drop_unsupported=False)
-    else:
+    assert len(warnings) == 1
+    assert name in warnings[0]
+    with pytest.raises(ValueError, match=rf"{name}="):
         read(config, drop_unsupported=False)
 
 
@@ -147,10 +129,10 @@ def test_a_processor_at_its_neutral_value_neither_warns_nor_raises(model, name, 
 
 def test_all_dropped_processors_are_named_in_one_warning():
     warnings: list[str] = []
-    read(drop_unsupported=True, warnings=warnings, repetition_penalty=1.5, no_repeat_ngram_size=2)
+    read(drop_unsupported=True, warnings=warnings, encoder_repetition_penalty=1.5, encoder_no_repeat_ngram_size=2)
     assert len(warnings) == 1
-    assert "repetition_penalty=1.5" in warnings[0]
-    assert "no_repeat_ngram_size=2" in warnings[0]
+    assert "encoder_repetition_penalty=1.5" in warnings[0]
+    assert "encoder_no_repeat_ngram_size=2" in warnings[0]
 
 
 @pytest.mark.parametrize(
@@ -203,8 +185,7 @@ def test_every_option_of_transformers_is_classified_exactly_once():
     tables = [
         sampling._SUPPORTED,
         sampling._HARMLESS,
-        set(sampling._PROCESSORS),
-        set(sampling._SAMPLING_PROCESSORS),
+        set(sampling._UNSUPPORTED_PROCESSORS),
         set(sampling._REFUSED),
     ]
     options = {name for name in vars(GenerationConfig()) if not name.startswith("_")}
@@ -228,6 +209,7 @@ def test_the_global_defaults_of_transformers_are_accepted_silently():
         eos_token_ids=frozenset(),
         stop_strings=(),
         num_return_sequences=1,
+        processors=ProcessorOptions(),
     )
 
 
@@ -342,6 +324,11 @@ def test_an_eos_id_of_a_request_outside_the_vocabulary_is_refused():
         ({"do_sample": True, "min_p": 0.1}, True),
         ({"min_new_tokens": 3}, True),
         ({"min_length": 3}, True),
+        ({"repetition_penalty": 1.1}, True),
+        ({"suppress_tokens": [1]}, True),
+        ({"typical_p": 0.5}, False),
+        ({"do_sample": True, "typical_p": 0.5}, True),
+        ({"do_sample": True, "top_h": 0.5}, True),
     ],
 )
 def test_logits_processing_is_what_transformers_builds_processors_for(model, options, has_processing):
@@ -404,8 +391,39 @@ def test_request_arguments_merge_into_the_defaults(options, kwargs, expected):
         ({"stop_sequences": [[1, VOCAB]]}, ValueError, "stop_sequences"),
         ({"stop_strings": [""]}, ValueError, "stop_strings"),
         ({"stop_strings": [1]}, TypeError, "stop_strings"),
-        ({"repetition_penalty": 1.1}, TypeError, "repetition_penalty needs a logits processor"),
-        ({"temprature": 1.1}, TypeError, "no argument 'temprature'.*temperature"),
+        ({"min_length": 1.5}, TypeError, "min_length"),
+        ({"encoder_repetition_penalty": 1.1}, TypeError, "encoder_repetition_penalty needs a logits processor"),
+        ({"temprature": 1.1}, TypeError, "no argument 'temprature'.*temperature.*repetition_penalty.*eta_cutoff"),
+        ({"repetition_penalty": 0.0}, ValueError, "repetition_penalty must be a finite number greater than 0"),
+        ({"repetition_penalty": "much"}, TypeError, "repetition_penalty"),
+        ({"presence_penalty": float("nan")}, ValueError, "presence_penalty"),
+        ({"frequency_penalty": [1]}, TypeError, "frequency_penalty"),
+        ({"no_repeat_ngram_size": -1}, ValueError, "no_repeat_ngram_size"),
+        ({"no_repeat_ngram_size": 2.0}, TypeError, "no_repeat_ngram_size"),
+        ({"sequence_bias": [[3, 1.0]]}, TypeError, "sequence_bias must hold lists"),
+        ({"sequence_bias": [[[3], float("nan")]]}, ValueError, "bias of sequence_bias"),
+        ({"sequence_bias": [[[3], float("inf")]]}, ValueError, "bias of sequence_bias"),
+        ({"sequence_bias": [[3]]}, TypeError, "sequence_bias must be a list of pairs"),
+        ({"sequence_bias": {(): 1.0}}, ValueError, "sequence_bias must not hold an empty"),
+        ({"logit_bias": [[3, 1.0]]}, TypeError, "logit_bias must be a dict"),
+        ({"logit_bias": {VOCAB: 1.0}}, ValueError, "token of logit_bias"),
+        ({"bad_words_ids": [3]}, TypeError, "bad_words_ids must hold lists"),
+        ({"bad_words_ids": "no"}, TypeError, "bad_words_ids must be a list of lists"),
+        ({"bad_words_ids": [[]]}, ValueError, "bad_words_ids must not hold an empty"),
+        ({"bad_words_ids": [[-1]]}, ValueError, "token of bad_words_ids"),
+        ({"suppress_tokens": 3}, TypeError, "suppress_tokens must be a list of token ids"),
+        ({"suppress_tokens": [3.0]}, TypeError, "token of suppress_tokens"),
+        ({"begin_suppress_tokens": [VOCAB]}, ValueError, "token of begin_suppress_tokens"),
+        ({"forced_bos_token_id": VOCAB}, ValueError, "token of forced_bos_token_id"),
+        ({"forced_eos_token_id": [1, -2]}, ValueError, "token of forced_eos_token_id"),
+        ({"exponential_decay_length_penalty": 3}, TypeError, "exponential_decay_length_penalty must be a pair"),
+        ({"exponential_decay_length_penalty": (1.5, 1.1)}, TypeError, "start of exponential_decay_length_penalty"),
+        ({"exponential_decay_length_penalty": (1, 0)}, ValueError, "factor of exponential_decay_length_penalty"),
+        ({"remove_invalid_values": 1}, TypeError, "remove_invalid_values must be True or False"),
+        ({"top_h": 0.0}, ValueError, "top_h must be a finite number greater than 0 and at most 1"),
+        ({"typical_p": 1.5}, ValueError, "typical_p"),
+        ({"epsilon_cutoff": -0.1}, ValueError, "epsilon_cutoff"),
+        ({"eta_cutoff": True}, TypeError, "eta_cutoff"),
         ({"temprature": None}, TypeError, "temprature"),
     ],
 )
@@ -414,7 +432,7 @@ def test_a_bad_request_argument_is_refused_by_name(kwargs, error, message):
         parameters(kwargs=kwargs)
 
 
-@pytest.mark.parametrize("name", ["temperature", "top_k", "top_p", "min_p", "do_sample"])
+@pytest.mark.parametrize("name", ["temperature", "top_k", "top_p", "min_p", "do_sample", *PROCESSOR_OPTIONS])
 def test_sampling_arguments_need_per_request_processors(name):
     value = name == "do_sample" or 1
     with pytest.raises(ValueError, match=rf"{name}.*per_request_processors=True"):

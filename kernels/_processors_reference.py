@@ -1,0 +1,282 @@
+"""Logits processors in torch: the definition of `process` and `truncate`, which modules of the slot `sample` share.
+
+The numbers are those of transformers' `LogitsProcessor` classes of the same names, on each request's whole history. The
+order is theirs, too; presence and frequency penalties, which they lack, follow the repetition penalty.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from cbtriton.kernels._op import kernel_op
+
+# Kinds of rules, and the fields of one; see `process`.
+BIAS, BAN, FORCE, SUPPRESS = range(4)
+# Tokens that top-h looks at.
+TOP_H_TOKENS = 100
+
+
+@kernel_op("process_reference")
+def process(
+    logits: Tensor,
+    rows: Tensor,
+    positions: Tensor,
+    token_table: Tensor,
+    prompt_lengths: Tensor,
+    repetition_penalty: Tensor,
+    presence_penalty: Tensor,
+    frequency_penalty: Tensor,
+    no_repeat_ngram_size: Tensor,
+    num_biases: Tensor,
+    num_rules: Tensor,
+    rules: Tensor,
+    rule_prefixes: Tensor,
+    min_positions: Tensor,
+    eos_ids: Tensor,
+    decay_starts: Tensor,
+    decay_rates: Tensor,
+    remove_invalid: Tensor,
+) -> Tensor:
+    """Scores after everything that comes before the temperature.
+
+    A row's history are its entries of `token_table` before the position of the new token. In this order: biases are
+    added; tokens of the history get the repetition penalty, those of them behind the prompt the presence penalty (once)
+    and the frequency penalty (for each time); tokens that would repeat an n-gram, banned ones, and EOS ids that come
+    too early become -inf; where tokens are forced, these become 0 and all others -inf; invalid values are replaced; EOS
+    ids grow; suppressed tokens become -inf.
+
+    A rule is `(token, kind and length, position, bias)`: what happens to `token` at `position` (-1: at any) if the end
+    of the history is the rule's prefix. The second field is `kind + 4 * length`, with kind 0 for a bias, 1 for a ban, 2
+    for a forced token, 3 for a suppressed one. The last field holds the bits of the bias as fp32, those of 0 for other
+    kinds. Biases come first. The prefixes of a row's rules follow one another in `rule_prefixes`.
+
+    Args:
+        logits: `[S, V]`, any floating dtype, not changed.
+        rows: `[S]` int32, each row's place in the tables below.
+        positions: `[S]` int32, where in `token_table` the new token goes: the length of the history.
+        token_table: `[num_rows, max_len]` int32. Ids outside the vocabulary count as tokens without a score.
+        prompt_lengths: `[num_rows]` int32, tokens of the history that are no output.
+        repetition_penalty: `[num_rows]` fp32; 1 is off.
+        presence_penalty: `[num_rows]` fp32; 0 is off.
+        frequency_penalty: `[num_rows]` fp32; 0 is off.
+        no_repeat_ngram_size: `[num_rows]` int32; 0 is off.
+        num_biases: `[num_rows]` int32, rules that are biases.
+        num_rules: `[num_rows]` int32, all rules.
+        rules: `[num_rows, max_rules, 4]` int32.
+        rule_prefixes: `[num_rows, max_prefixes]` int32.
+        min_positions: `[num_rows]` int32; EOS ids come too early at positions below.
+        eos_ids: `[num_rows, E]` int32, filled up with -1.
+        decay_starts: `[num_rows]` int32. At positions beyond, EOS ids grow by `|score| * (2^(rate * distance) - 1)`.
+        decay_rates: `[num_rows]` fp32, base-2 logarithms of the factors.
+        remove_invalid: `[num_rows]` int32; where not 0, NaN becomes 0, and infinities the largest numbers there are.
+
+    Returns:
+        `[S, V]` fp32.
+    """
+    scores = logits.to(torch.float32, copy=True)
+    vocab_size = scores.shape[1]
+    for score, row, position in zip(scores, rows.tolist(), positions.tolist(), strict=True):
+        history = token_table[row, :position].long()
+        active = _active_rules(num_rules[row], rules[row], rule_prefixes[row], history)
+        for token, bias in active[BIAS]:
+            score[token] += bias
+        _penalise(
+            score,
+            history,
+            int(prompt_lengths[row]),
+            float(repetition_penalty[row]),
+            float(presence_penalty[row]),
+            float(frequency_penalty[row]),
+        )
+        score[_in_vocabulary(_repeating(history, int(no_repeat_ngram_size[row])), vocab_size)] = -torch.inf
+        score[[token for token, _ in active[BAN]]] = -torch.inf
+        eos = _in_vocabulary(eos_ids[row][eos_ids[row] >= 0].long(), vocab_size)
+        if position < min_positions[row]:
+            score[eos] = -torch.inf
+        if active[FORCE]:
+            score.fill_(-torch.inf)
+            score[[token for token, _ in active[FORCE]]] = 0.0
+        if remove_invalid[row]:
+            largest = torch.finfo(torch.float32).max
+            score.nan_to_num_(nan=0.0, posinf=largest, neginf=-largest)
+        distance = position - int(decay_starts[row])
+        if distance > 0:
+            growth = score[eos].abs() * (math.pow(2.0, float(decay_rates[row]) * distance) - 1)
+            score[eos] += growth.where(score[eos].isfinite(), 0.0)
+        score[[token for token, _ in active[SUPPRESS]]] = -torch.inf
+    return scores
+
+
+@process.register_fake
+def _(
+    logits: Tensor,
+    rows: Tensor,
+    positions: Tensor,
+    token_table: Tensor,
+    prompt_lengths: Tensor,
+    repetition_penalty: Tensor,
+    presence_penalty: Tensor,
+    frequency_penalty: Tensor,
+    no_repeat_ngram_size: Tensor,
+    num_biases: Tensor,
+    num_rules: Tensor,
+    rules: Tensor,
+    rule_prefixes: Tensor,
+    min_positions: Tensor,
+    eos_ids: Tensor,
+    decay_starts: Tensor,
+    decay_rates: Tensor,
+    remove_invalid: Tensor,
+) -> Tensor:
+    return logits.new_empty(logits.shape, dtype=torch.float32)
+
+
+def _active_rules(
+    number: Tensor, rules: Tensor, prefixes: Tensor, history: Tensor
+) -> tuple[list[tuple[int, float]], ...]:
+    """Tokens and biases of the rules that hold at the end of `history`, by kind."""
+    active: tuple[list[tuple[int, float]], ...] = ([], [], [], [])
+    biases = rules[:, 3].view(torch.float32)
+    start = 0
+    for i, (token, kind_and_length, position, _) in enumerate(rules[: int(number)].tolist()):
+        kind, length = kind_and_length % 4, kind_and_length // 4
+        prefix = prefixes[start : start + length]
+        start += length
+        is_here = position in (-1, len(history))
+        if is_here and length <= len(history) and history[len(history) - length :].equal(prefix.long()):
+            active[kind].append((token, float(biases[i])))
+    return active
+
+
+def _penalise(
+    score: Tensor, history: Tensor, prompt_length: int, repetition: float, presence: float, frequency: float
+) -> None:
+    vocab_size = len(score)
+    if repetition != 1:
+        seen = _in_vocabulary(history, vocab_size).unique()
+        score[seen] = torch.where(score[seen] < 0, score[seen] * repetition, score[seen] / repetition)
+    if presence != 0 or frequency != 0:
+        counts = _in_vocabulary(history[prompt_length:], vocab_size).bincount(minlength=vocab_size)
+        score -= (counts * frequency + (counts > 0) * presence).to(torch.float32)
+
+
+def _repeating(history: Tensor, size: int) -> Tensor:
+    """Tokens that would end an n-gram of `size` that the history holds already."""
+    if size == 0 or len(history) < size:
+        return history[:0]
+    ngrams = history.unfold(0, size, 1)
+    end = history[len(history) - size + 1 :]
+    return ngrams[(ngrams[:, :-1] == end).all(-1), -1]
+
+
+def _in_vocabulary(tokens: Tensor, vocab_size: int) -> Tensor:
+    return tokens[tokens < vocab_size]
+
+
+@kernel_op("truncate_reference", mutates_args=("scores",))
+def truncate(
+    scores: Tensor,
+    rows: Tensor,
+    temperature: Tensor,
+    is_truncated: Tensor,
+    top_h: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    typical_p: Tensor,
+    epsilon_cutoff: Tensor,
+    eta_cutoff: Tensor,
+) -> None:
+    """Filters some rows in place: what goes becomes -inf. For rows with filters that `sample` does not have.
+
+    These rows get all of their filters here, in transformers' order: top-h, top-k, top-p, min-p, typical-p, epsilon
+    and eta cutoff. Where one depends on probabilities, these are of what the ones before it kept, at the row's
+    temperature. Scores that are kept stay as they are. Rows without a finite score stay unfiltered.
+
+    Top-h looks at the 100 likeliest tokens (of equal ones the lower ids) and keeps the first of them while their
+    entropies do not add up to more than `top_h` of the entropy of all, and at least one.
+
+    Args:
+        scores: `[S, V]` fp32, changed.
+        rows: `[S]` int32, each row's place in the columns below.
+        temperature: `[num_rows]` fp32, above 0 in rows that are truncated.
+        is_truncated: `[num_rows]` int32; where 0, the row stays as it is.
+        top_h: `[num_rows]` fp32; 0 is off.
+        top_k: `[num_rows]` int32; values outside 1 … V - 1 are off.
+        top_p: `[num_rows]` fp32; 1 is off.
+        min_p: `[num_rows]` fp32; 0 is off.
+        typical_p: `[num_rows]` fp32; 1 is off.
+        epsilon_cutoff: `[num_rows]` fp32; 0 is off.
+        eta_cutoff: `[num_rows]` fp32; 0 is off.
+    """
+    for score, row in zip(scores, rows.tolist(), strict=True):
+        if not is_truncated[row] or not score.amax().isfinite():
+            continue
+        scaled = score / temperature[row]
+        if top_h[row] > 0:
+            _keep_top_h(scaled, top_h[row])
+        if 0 < top_k[row] < len(scaled):
+            scaled[scaled < scaled.topk(int(top_k[row])).values[-1]] = -torch.inf
+        if top_p[row] < 1:
+            _keep_top_p(scaled, top_p[row])
+        if min_p[row] > 0:
+            scaled[(scaled - scaled.amax()).exp() < min_p[row].clamp(max=1)] = -torch.inf
+        if typical_p[row] < 1:
+            _keep_typical(scaled, typical_p[row])
+        if epsilon_cutoff[row] > 0:
+            _cut_off(scaled, epsilon_cutoff[row])
+        if eta_cutoff[row] > 0:
+            entropy = torch.distributions.Categorical(logits=scaled).entropy()
+            _cut_off(scaled, torch.minimum(eta_cutoff[row], eta_cutoff[row].sqrt() * (-entropy).exp()))
+        score[scaled == -torch.inf] = -torch.inf
+
+
+@truncate.register_fake
+def _(
+    scores: Tensor,
+    rows: Tensor,
+    temperature: Tensor,
+    is_truncated: Tensor,
+    top_h: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    typical_p: Tensor,
+    epsilon_cutoff: Tensor,
+    eta_cutoff: Tensor,
+) -> None: ...
+
+
+def _keep_top_h(scaled: Tensor, share: Tensor) -> None:
+    best, ids = scaled.sort(descending=True, stable=True)
+    best, ids = best[:TOP_H_TOKENS], ids[:TOP_H_TOKENS]
+    entropies = torch.special.entr(best.softmax(-1))
+    is_kept = entropies.cumsum(-1) <= entropies.sum() * share
+    is_kept &= best > -torch.inf
+    is_kept[0] = True
+    kept = scaled[ids[is_kept]]
+    scaled.fill_(-torch.inf)[ids[is_kept]] = kept
+
+
+def _keep_top_p(scaled: Tensor, top_p: Tensor) -> None:
+    ascending, ids = scaled.sort(stable=True)
+    cumulative = (ascending - ascending[-1]).exp().cumsum(-1, dtype=torch.float64)
+    is_removed = (cumulative / cumulative[-1]).float() <= 1 - top_p
+    is_removed[-1] = False
+    scaled[ids[is_removed]] = -torch.inf
+
+
+def _keep_typical(scaled: Tensor, mass: Tensor) -> None:
+    logprobs = scaled.log_softmax(-1)
+    entropy = torch.special.entr(logprobs.exp()).sum()
+    distances, ids = (-logprobs - entropy).abs().sort(stable=True)
+    cumulative = logprobs[ids].exp().cumsum(-1, dtype=torch.float64)
+    last = min(int((cumulative < mass).sum()), len(ids) - 1)
+    scaled[ids[distances > distances[last]]] = -torch.inf
+
+
+def _cut_off(scaled: Tensor, least: Tensor) -> None:
+    scaled[(scaled.softmax(-1) < least) & (scaled < scaled.amax())] = -torch.inf
