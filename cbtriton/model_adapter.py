@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import count
+from threading import Lock
 from typing import Any, NoReturn
 
 import torch
@@ -32,6 +33,8 @@ _NAME_PREFIX = "cbtriton_"
 # The dry run only has to be long enough for shapes to be told apart.
 _DRY_RUN_TOKENS = 3
 _MORE_DRY_RUN_TOKENS = 16
+# Two adapters may be made at a time.
+_RESERVING = Lock()
 
 
 @dataclass(frozen=True, slots=True)
@@ -421,10 +424,16 @@ def _reserve_name(adapter: ModelAdapter) -> str:
 
     names = AttentionInterface._global_mapping
     candidates = (f"{_NAME_PREFIX}{index}" for index in count())
-    name = next(name for name in candidates if names.setdefault(name, adapter) is adapter)
-    names[name] = _detached
-    weakref.finalize(adapter, names.pop, name, None)
+    with _RESERVING:
+        name = next(name for name in candidates if names.get(name, _given_back) is _given_back)
+        names[name] = _detached
+    # The name stays: a compiler may be going through all of them in another thread when this happens.
+    weakref.finalize(adapter, names.__setitem__, name, _given_back)
     return name
+
+
+def _given_back(*_: Any, **__: Any) -> NoReturn:
+    raise RuntimeError("the model's attention was called, and its manager is gone; attach another")
 
 
 def _detached(*_: Any, **__: Any) -> NoReturn:

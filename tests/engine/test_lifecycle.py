@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import threading
 import time
 
 import pytest
 import torch
-from transformers import GenerationConfig
+from transformers import AttentionInterface, GenerationConfig
 
 import cbtriton
 from cbtriton import EngineDiedError, RequestStatus
@@ -410,3 +411,20 @@ def test_the_model_is_given_back_only_when_no_step_runs_on_it(model, tools, use_
         gate.open()
         ended()
         assert not hasattr(attention, "_cbtriton_pages")
+
+
+def test_the_name_of_an_attention_function_is_used_again_and_never_taken_out(tools):
+    """A compiler that goes through all names would stumble over one that disappears, whoever is collected meanwhile."""
+    names = AttentionInterface._global_mapping
+    model = tools.build(tools.llama_config())
+    first = ContinuousBatchingManager(model, tools.options(), tools.small())
+    name, number = first._adapter._name, len(names)
+    second = ContinuousBatchingManager(model, tools.options(), tools.small())
+    assert second._adapter._name != name
+    number = len(names)
+    del first
+    gc.collect()
+    assert len(names) == number
+    with pytest.raises(RuntimeError, match="its manager is gone"):
+        names[name]()
+    assert ContinuousBatchingManager(model, tools.options(), tools.small())._adapter._name == name

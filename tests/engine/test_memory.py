@@ -148,3 +148,29 @@ def test_a_long_run_loses_no_block_and_takes_no_more_memory(tools):
     assert stats.requests_added == stats.requests_finished + stats.requests_cancelled == 2000
     assert stats.blocks_in_use == 0
     assert resident[3] <= 1.05 * resident[0]
+
+
+def test_a_request_without_a_limit_goes_on_to_that_of_the_cache_and_leaves_the_engine_alive(model, oracle, tools):
+    """4 blocks of 16 tokens: a prompt of 5, and 60 tokens, of which the last never enters the cache."""
+    with tools.running(model, num_blocks=4) as manager:
+        for _ in range(2):
+            request_id = manager.add_request(tools.prompt(5))
+            output = manager.get_result(request_id)
+            assert (output.finish_reason, output.error) == ("length", None)
+            assert output.generated_tokens == oracle.greedy(tools.prompt(5), 60)
+
+
+def test_one_that_can_never_fit_fails_alone_with_needed_and_available_blocks(tools):
+    """On layers in groups, where blocks are not tokens over page size."""
+    model = tools.build(MIXED)
+    expected = tools.plain_greedy(model, tools.prompt(60), 4)
+    # A window of 32 reaches into 3 pages of 16 a step: 15 blocks, and the other 5 for the layer that sees everything.
+    with tools.running(model, page_size=16, num_blocks=20) as manager:
+        assert manager.engine_config.max_model_len == 80
+        assert manager.add_request(tools.prompt(80), max_new_tokens=1)
+        with pytest.raises(
+            ValueError, match="needs 21 blocks of 16 tokens, and the cache has 20; set max_new_tokens=1"
+        ):
+            manager.add_request(tools.prompt(80), max_new_tokens=2)
+        request_id = manager.add_request(tools.prompt(60), max_new_tokens=4)
+        assert manager.get_result(request_id).generated_tokens == expected

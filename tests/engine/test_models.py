@@ -8,12 +8,20 @@ from transformers import (
     AutoModelForSeq2SeqLM,
     BartConfig,
     BertConfig,
+    CLIPVisionConfig,
     Gemma2Config,
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+    Gemma3TextConfig,
     GPT2Config,
     GptOssConfig,
+    LlamaConfig,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
     MistralConfig,
     Qwen2Config,
     Qwen3NextConfig,
+    SiglipVisionConfig,
 )
 
 import cbtriton
@@ -57,6 +65,55 @@ def test_the_architecture_answers_like_plain_generate(variant, tools, config):
     prompts = [tools.prompt(length) for length in (1, 7, 9, 33)]
     outputs = variant.generate_batch(prompts * 2, tools.options(), tools.small(**config), max_new_tokens=20)
     assert tools.tokens(outputs) == [tools.plain_greedy(variant, prompt, 20) for prompt in prompts] * 2
+
+
+VISION = {
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
+# Models that also take images: their sizes are those of their text part.
+COMPOSITES = {
+    "gemma3": (
+        Gemma3ForConditionalGeneration,
+        Gemma3Config(
+            text_config=Gemma3TextConfig(
+                **SIZES | {"num_hidden_layers": 3},
+                head_dim=16,
+                sliding_window=8,
+                layer_types=["sliding_attention", "sliding_attention", "full_attention"],
+            ).to_dict(),
+            vision_config=SiglipVisionConfig(**VISION).to_dict(),
+            mm_tokens_per_image=4,
+            image_token_index=120,
+            boi_token_index=121,
+            eoi_token_index=122,
+        ),
+    ),
+    "llava": (
+        LlavaForConditionalGeneration,
+        LlavaConfig(
+            text_config=LlamaConfig(**SIZES).to_dict(),
+            vision_config=CLIPVisionConfig(**VISION).to_dict(),
+            image_token_index=120,
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", COMPOSITES)
+def test_the_text_part_of_a_model_that_takes_images_answers_text(tools, name):
+    torch.manual_seed(0)
+    make, config = COMPOSITES[name]
+    model = cbtriton.enable(make(config).eval())
+    model.generation_config.pad_token_id = 0
+    prompts = [[token % 100 for token in tools.prompt(length)] for length in (1, 7, 9, 33)]
+    expected = [tools.plain_greedy(model, prompt, 12) for prompt in prompts]
+    outputs = model.generate_batch(prompts, tools.options(), tools.small(page_size=4), max_new_tokens=12)
+    assert tools.tokens(outputs) == expected
 
 
 def test_a_bfloat16_model_stays_near_its_dense_log_probabilities(tools):

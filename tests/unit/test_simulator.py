@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from cbtriton.cache_layout import CachedLayer
+from cbtriton.cache_layout import CachedLayer, GroupKind
 from cbtriton.config import ContinuousBatchingConfig, EngineConfig, ModelFacts, WorkloadHints
 from cbtriton.padding import Bucket, PaddingPolicy
 from cbtriton.resolve import resolve
@@ -75,11 +75,16 @@ SIZES = st.fixed_dictionaries(
 )
 
 
+# One kind of layers with the page size of above; windows only; and two kinds with different pages.
+KINDS = st.sampled_from([(), (GroupKind(3, 2, 2),), (GroupKind(5, 2, 2), GroupKind(0, 4, 1))])
+
+
 @settings(max_examples=150, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
-@given(sizes=SIZES, depth=st.integers(0, 1), seed=st.integers(0, 10_000))
-def test_the_steps_are_those_of_an_engine_that_generates_the_same_tokens(simulation, sizes, depth, seed):
+@given(sizes=SIZES, kinds=KINDS, depth=st.integers(0, 1), seed=st.integers(0, 10_000))
+def test_the_steps_are_those_of_an_engine_that_generates_the_same_tokens(simulation, sizes, kinds, depth, seed):
     """Prompts of few different tokens: beginnings are shared, and answers of one request go on in others' prompts."""
-    engine = simulation.SimulatedEngine(**sizes, depth=depth)
+    sizes = {**sizes, "num_blocks": sizes["num_blocks"] * max(1, sum(kind.num_groups for kind in kinds))}
+    engine = simulation.SimulatedEngine(**sizes, kinds=kinds, depth=depth)
     config = configuration(
         **sizes,
         cache_layout=engine.layout,
