@@ -15,6 +15,7 @@ from transformers import (
     Gemma3TextConfig,
     GPT2Config,
     GptOssConfig,
+    Llama4TextConfig,
     LlamaConfig,
     LlavaConfig,
     LlavaForConditionalGeneration,
@@ -144,11 +145,15 @@ def linear_layers():
         ),
         (lambda tools: tools.build(linear_layers()), "Qwen3NextForCausalLM has layers of type linear_attention"),
         (
+            lambda tools: tools.build(Llama4TextConfig(**SIZES, head_dim=16, num_local_experts=2, pad_token_id=0)),
+            "Llama4ForCausalLM has layers of type chunked_attention; supported are full_attention, sliding_attention",
+        ),
+        (
             lambda tools: tools.build(BertConfig(**{k: v for k, v in SIZES.items() if k != "num_key_value_heads"})),
             "BertLMHeadModel|BertSelfAttention is not causal",
         ),
     ],
-    ids=["encoder_decoder", "linear_attention", "bidirectional"],
+    ids=["encoder_decoder", "linear_attention", "chunked_attention", "bidirectional"],
 )
 def test_a_model_that_cannot_be_paged_is_refused_by_name_in_the_callers_thread(tools, make, message):
     model = cbtriton.enable(make(tools))
