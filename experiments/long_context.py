@@ -9,6 +9,7 @@ import argparse
 import gc
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig
@@ -17,7 +18,7 @@ import cbtriton
 from cbtriton.config import EngineConfig, describe_memory
 
 
-def build(num_layers: int, num_kv_heads: int, head_dim: int, positions: int) -> torch.nn.Module:
+def build(num_layers: int, num_kv_heads: int, head_dim: int, positions: int) -> Any:
     """A random Llama whose cache is large beside its weights."""
     torch.manual_seed(0)
     config = LlamaConfig(
@@ -47,7 +48,7 @@ def forget_peak() -> None:
     Path("/proc/self/clear_refs").write_text("5")
 
 
-def run(model: torch.nn.Module, length: int, new_tokens: int, max_batch_tokens: int) -> tuple[int, EngineConfig]:
+def run(model: Any, length: int, new_tokens: int, max_batch_tokens: int) -> tuple[int, EngineConfig]:
     """Generates after a prompt of `length` tokens; returns the growth of memory at its peak, and the configuration."""
     config = cbtriton.ContinuousBatchingConfig(
         page_size=16,
