@@ -77,12 +77,17 @@ class KVCache:
             )
             for _ in range(layout.layers_per_block)
         ]
+        # Compilers refuse tensors that are changed and share memory with others: alike ones are the very same.
+        views: dict[tuple[int, LayerGeometry], LayerCache] = {}
+        for place, geometry in zip(layout.places, geometries, strict=True):
+            if (place.index, geometry) not in views:
+                key, value = memory[place.index].key, memory[place.index].value
+                views[place.index, geometry] = LayerCache(
+                    _pages(key, geometry.num_kv_heads, geometry.key_dim, geometry.dtype),
+                    _pages(value, geometry.num_kv_heads, geometry.value_dim, geometry.dtype),
+                )
         self.layers = tuple(
-            LayerCache(
-                _pages(memory[place.index].key, geometry.num_kv_heads, geometry.key_dim, geometry.dtype),
-                _pages(memory[place.index].value, geometry.num_kv_heads, geometry.value_dim, geometry.dtype),
-            )
-            for place, geometry in zip(layout.places, geometries, strict=True)
+            views[place.index, geometry] for place, geometry in zip(layout.places, geometries, strict=True)
         )
         by_index = {place.index: layer for place, layer in zip(layout.places, self.layers, strict=True)}
         self.pools = tuple(by_index[index] for index in range(layout.layers_per_block))

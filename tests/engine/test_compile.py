@@ -15,6 +15,7 @@ import torch
 from torch._dynamo.utils import counters
 from torch._inductor.graph import GraphLowering
 from torch._inductor.utils import fresh_cache
+from transformers import Gemma3TextConfig
 
 from cbtriton import WorkloadHints
 from cbtriton.compile import CompileError
@@ -273,3 +274,45 @@ def test_a_compiled_16_bit_model_rounds_as_the_plain_one_does(model, tools):
     config = tools.small(default_compile_level=1)
     compiled = tools.tokens(model.generate_batch(prompts, tools.options(), config, max_new_tokens=NUM_NEW))
     assert compiled == plain
+
+
+class Plain:
+    """What a model says by itself, as the oracle's `greedy`."""
+
+    def __init__(self, model, tools) -> None:
+        self._answers = {length: tools.plain_greedy(model, tools.prompt(length), NUM_NEW) for length in LENGTHS}
+
+    def greedy(self, prompt: list[int], _: int) -> list[int]:
+        return self._answers[len(prompt)]
+
+
+@pytest.fixture(scope="module")
+def hybrid(tools):
+    """Five layers that see 8 tokens, each in a group of its own, and one that sees everything."""
+    return tools.build(
+        Gemma3TextConfig(
+            hidden_size=64,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=16,
+            vocab_size=128,
+            intermediate_size=96,
+            max_position_embeddings=512,
+            num_hidden_layers=6,
+            sliding_window=8,
+            layer_types=["sliding_attention"] * 5 + ["full_attention"],
+            initializer_range=0.3,
+        )
+    )
+
+
+def test_layers_of_a_kind_share_their_graphs_whatever_their_group(hybrid, tools):
+    stats = run(hybrid, tools, Plain(hybrid, tools), page_size=4, num_blocks=400, **backend(dynamic=True))
+    # Two kinds, two paths.
+    assert (stats.compilations, stats.late_compilations) == (4, 0)
+
+
+def test_the_whole_step_of_a_model_with_groups_is_one_graph(hybrid, tools, whole_step):
+    stats = run(hybrid, tools, Plain(hybrid, tools), page_size=4, num_blocks=400, **backend(dynamic=True))
+    # Greedy steps and others, on two paths.
+    assert (stats.compilations, stats.late_compilations) == (4, 0)
