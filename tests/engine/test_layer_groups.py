@@ -205,7 +205,9 @@ def check(tools, model, answers, course: Course, kernels: str = "reference") -> 
 
 @pytest.mark.parametrize("course", QUICK_COURSES, ids=str)
 def test_answers_are_those_of_plain_generate(tools, model, answers, course):
-    check(tools, model, answers, course)
+    # Steps of one token are many: the longest prompt goes through everything that they meet.
+    lengths = answers if course.chunk > 1 else list(answers)[-1:]
+    check(tools, model, {length: answers[length] for length in lengths}, course)
 
 
 @pytest.mark.slow
