@@ -157,6 +157,8 @@ class BlockManager:
         self._cached: OrderedDict[int, None] = OrderedDict()
         self._num_cached = 0
         self._pinned: dict[str, frozenset[int]] = {}
+        # Blocks of all pins together, kept since every admission asks for them.
+        self._num_pinned = 0
         self._indexed: dict[int, _Indexed] = {}
         # For each kind, the bundle of each digest; the content behind a digest is the same for all kinds.
         self._indexes: list[dict[bytes, Bundle]] = [{} for _ in self._kinds]
@@ -183,7 +185,7 @@ class BlockManager:
     @property
     def num_pinned(self) -> int:
         """Blocks that stay in use although no request needs them; see `pin`."""
-        return len(frozenset().union(*self._pinned.values()))
+        return self._num_pinned
 
     @property
     def num_unpinned(self) -> int:
@@ -453,10 +455,12 @@ class BlockManager:
         """
         self.start(name, match)
         self._pinned[name] = self.block_ids(name)
+        self._count_pinned()
 
     def unpin(self, name: str) -> None:
         """Gives up a pinned prefix: from now on its blocks are cached like others."""
         del self._pinned[name]
+        self._count_pinned()
         self.release(name)
 
     def reset_prefix_cache(self) -> int:
@@ -480,6 +484,9 @@ class BlockManager:
         return num_dropped
 
     # ---------------------------------------------------------------------------------------------- inner
+
+    def _count_pinned(self) -> None:
+        self._num_pinned = len(frozenset[int]().union(*self._pinned.values()))
 
     def _root(self, cache_salt: str | None) -> BlockContent:
         digest = root_digest([] if cache_salt is None else [("cache_salt", cache_salt)])

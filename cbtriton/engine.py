@@ -163,6 +163,8 @@ class Engine:
     def warm_up(self, hints: WorkloadHints, progress: Callable[[Sequence[Bucket]], Iterable[Bucket]]) -> None:
         """Compiles and captures whatever steps of hinted requests will need; harmless when repeated.
 
+        No request may be running. Cached prefixes are forgotten where something is compiled.
+
         A path that is captured but not compiled is left out where it has more than `MAX_PREPARED_CAPTURES` buckets: its
         steps are captured when they come.
 
@@ -186,6 +188,8 @@ class Engine:
             seconds = time.perf_counter() - start
             _logger.info("warm-up of %s: %.1f s, compiled %d", bucket.name, seconds, monitor.compilations - before)
         if self._runner.is_compiled:
+            # The check writes to blocks that an earlier session may have filled.
+            self.reset_prefix_cache()
             self._self_check(lambda bucket: bucket in buckets or bucket.path in self._padding.flexible_paths)
         self._is_warm = monitor.is_warm = True
 

@@ -517,7 +517,8 @@ class ContinuousBatchingManager:
             TypeError: `token_ids` or `cache_salt` has the wrong type.
             ValueError: The prefix is shorter than a page, has ids outside the vocabulary, or leaves too few blocks for
                 a request that is in flight; or prefixes are not shared at all.
-            RuntimeError: The manager does not run, or the calling thread is inside `pause`.
+            RuntimeError: The manager does not run, the calling thread is inside `pause`, or another one unpinned the
+                prefix meanwhile.
         """
         prompt_ids = check_prompt(token_ids, self._adapter.num_embeddings)
         _check_salt(cache_salt)
@@ -528,10 +529,15 @@ class ContinuousBatchingManager:
             key = (tuple(prompt_ids), cache_salt)
             pin = self._pins.get(key) or self._submit_pin(prompt_ids, cache_salt)
             self._pins[key] = pin
-            self._changed.wait_for(lambda: pin.output is not None or not self.is_running())
+            self._changed.wait_for(
+                lambda: pin.output is not None or self._pins.get(key) is not pin or not self.is_running()
+            )
             if pin.output is not None and pin.output.error is None:
                 return pin.num_tokens
-            self._pins.pop(key, None)
+            if self._pins.get(key) is pin:
+                del self._pins[key]
+            elif pin.output is None and self.is_running():
+                raise RuntimeError("the prefix was unpinned before it was computed")
             if pin.output is None or not self.is_running():
                 raise self._refusal("cannot pin a prefix")
             raise ValueError(pin.output.error)
@@ -836,27 +842,28 @@ class ContinuousBatchingManager:
                 if self._state is _State.HARD_STOPPING:
                     return
                 must_park = bool(self._pausing_threads)
-                requests, cancelled = ([], set()) if must_park else self._empty_inbox()
-                unpinned, self._unpinned = self._unpinned, []
-                if self._state is _State.STOPPING and not (must_park or requests or cancelled or engine.has_requests):
+                arrived = _Arrivals() if must_park else self._take_arrivals()
+                if self._state is _State.STOPPING and not (must_park or arrived.has_any or engine.has_requests):
                     return
-            for request_id in unpinned:
-                engine.unpin(request_id)
             if must_park:
                 self._park(engine)
                 continue
-            for request in requests:
+            for request in arrived.requests:
                 engine.add(request)
-            outputs = [output for request_id in cancelled for output in engine.cancel(request_id)]
+            for request_id in arrived.unpinned:
+                engine.unpin(request_id)
+            outputs = [output for request_id in arrived.cancelled for output in engine.cancel(request_id)]
             self._publish(outputs + engine.step(), engine.num_waiting)
 
-    def _empty_inbox(self) -> tuple[list[Request], set[str]]:
-        """What arrived since the last step: requests and cancellations. Called with the lock held."""
-        requests, self._inbox = self._inbox, []
-        cancelled, self._cancelled = self._cancelled, set()
+    def _take_arrivals(self) -> _Arrivals:
+        """What arrived since the last step. Called with the lock held."""
+        arrived = _Arrivals(tuple(self._inbox), frozenset(self._cancelled), tuple(self._unpinned))
+        self._inbox.clear()
+        self._cancelled.clear()
+        self._unpinned.clear()
         # They wait in the engine now, until it has counted for itself.
-        self._num_waiting_in_engine += len(requests)
-        return requests, cancelled
+        self._num_waiting_in_engine += len(arrived.requests)
+        return arrived
 
     def _has_something_to_do(self, engine: Engine) -> bool:
         return bool(
@@ -911,14 +918,18 @@ class ContinuousBatchingManager:
     def _end_session(self, reason: str) -> None:
         """Ends what is still in flight, gives the model back and wakes everybody. Called with the lock held."""
         outputs = [_failed_before_start(request, reason) for request in self._inbox if not request.is_pin]
-        self._inbox = []
+        unpinned = tuple(self._unpinned)
+        self._inbox.clear()
         self._cancelled.clear()
+        self._unpinned.clear()
         self._in_flight.clear()
         self._num_waiting_in_engine = 0
         if self._state is not _State.DESTROYED:
             self._state = _State.STOPPED
         try:
             if self._engine is not None:
+                for request_id in unpinned:
+                    self._engine.unpin(request_id)
                 outputs = self._keep_pins(self._engine.fail_all(reason)) + outputs
                 if self._keep_engine and self._fatal_error is None:
                     self._engine.detach()
@@ -940,8 +951,21 @@ class ContinuousBatchingManager:
             self._last_stats, self._last_records = engine.stats(), engine.step_records()
             self._engine = None
             self._pins.clear()
-            self._unpinned.clear()
             engine.close()
+
+
+@dataclass(frozen=True, slots=True)
+class _Arrivals:
+    """What callers asked for since the last step; what is unpinned may be among the requests."""
+
+    requests: tuple[Request, ...] = ()
+    cancelled: frozenset[str] = frozenset()
+    unpinned: tuple[str, ...] = ()
+
+    @property
+    def has_any(self) -> bool:
+        """Whether there is anything."""
+        return bool(self.requests or self.cancelled or self.unpinned)
 
 
 @dataclass(slots=True)

@@ -316,3 +316,17 @@ def test_the_whole_step_of_a_model_with_groups_is_one_graph(hybrid, tools, whole
     stats = run(hybrid, tools, Plain(hybrid, tools), page_size=4, num_blocks=400, **backend(dynamic=True))
     # Greedy steps and others, on two paths.
     assert (stats.compilations, stats.late_compilations) == (4, 0)
+
+
+def test_a_warm_up_of_a_kept_session_leaves_no_prefix_that_its_check_wrote_over(model, oracle, tools):
+    prompt = tools.prompt(40)
+    manager = ContinuousBatchingManager(model, tools.options(), tools.small(**backend(dynamic=True)), HINTS)
+    try:
+        for _ in range(2):
+            manager.start()
+            request_id = manager.add_request(prompt, max_new_tokens=NUM_NEW)
+            assert manager.get_result(request_id).generated_tokens == oracle.greedy(prompt, NUM_NEW)
+            manager.stop(keep_for_next_session=True)
+            manager.warmup()
+    finally:
+        manager.destroy()

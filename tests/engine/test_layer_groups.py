@@ -112,6 +112,8 @@ QUICK_COURSES = [
     Course(64, 4, "none", True, False),
     Course(5, 24, "offload", False, True),
 ]
+# So often one request is preempted, so that it gets to its end.
+MAX_PREEMPTIONS = 3
 QUICK_MODELS = (
     "llama",
     "mistral_8",
@@ -166,8 +168,10 @@ def run(engine: Engine, prompts: dict[str, list[int]], preempt_every: int = 0) -
     while engine.has_requests:
         poison_unheld(engine)
         running = list(engine._scheduler._running.values())
-        if preempt_every and step % preempt_every == preempt_every - 1 and running:
-            engine._scheduler._preempt(running[-1], _Draft(budget=0))
+        if preempt_every and step % preempt_every == preempt_every - 1:
+            for newest in running[-1:]:
+                if newest.num_preemptions < MAX_PREEMPTIONS:
+                    engine._scheduler._preempt(newest, _Draft(budget=0))
         outputs = engine.step()
         engine._blocks.check_invariants()
         tokens |= {output.request_id: output.generated_tokens for output in outputs if output.is_finished()}
@@ -189,16 +193,16 @@ def check(tools, model, answers, course: Course, kernels: str = "reference") -> 
         "cpu_offload_space": 0.01 if course.preemption == "offload" else 0,
     }
     with stepped(tools, model, kernels, **config) as engine:
-        # A request that computes all again, a token at a time, must get to its end in between.
-        is_slow = course.chunk == 1 and course.preemption == "recompute"
-        preempt_every = 0 if course.preemption == "none" else 101 if is_slow else 7
+        preempt_every = 0 if course.preemption == "none" else 7
         expected = {name: answers[len(prompt)] for name, prompt in prompts.items()}
         assert run(engine, prompts, preempt_every) == expected
         stats = engine.stats()
         if course.is_shared:
             # Once more, on what is cached by now.
             assert run(engine, prompts, preempt_every) == expected
-            assert engine.stats().prefix_cached_tokens > stats.prefix_cached_tokens
+            # A prompt has a page of every kind and a token more, or all that is found is what was preempted.
+            if max(answers) > engine.config.cache_layout.alignment:
+                assert engine.stats().prefix_cached_tokens > stats.prefix_cached_tokens
     assert (stats.preemptions > 0) == (course.preemption != "none")
     assert (stats.offloads > 0) == (course.preemption == "offload")
     assert (stats.decode_steps > 0) == course.has_decode_path

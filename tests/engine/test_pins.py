@@ -151,3 +151,32 @@ def test_a_manager_that_stops_does_not_leave_who_pins_waiting(model, tools, pref
         gate.open()
         with pytest.raises(RuntimeError, match="cannot pin a prefix: the manager is"):
             pinning()
+
+
+def test_a_prefix_that_is_unpinned_while_somebody_waits_for_it_keeps_nobody_waiting(model, tools, prefix):
+    with tools.gated(model) as (manager, gate):
+        request_id = manager.add_request([1, 2, 3], max_new_tokens=3)
+        gate.wait()
+        pinning = tools.in_thread(lambda: manager.pin_prefix(prefix))
+        tools.wait_until(lambda: manager._pins)
+        manager.unpin(prefix)
+        with pytest.raises(RuntimeError, match="the prefix was unpinned before it was computed"):
+            pinning()
+        gate.open()
+        manager.get_result(request_id)
+        # Its computation, which nobody can stop any more, leaves no pin behind.
+        assert manager.pin_prefix(prefix, **TENANT) == 32
+        assert manager.stats().blocks_pinned == 2
+
+
+def test_what_is_unpinned_while_the_manager_stops_is_not_pinned_in_the_next_session(model, tools, prefix):
+    with tools.gated(model) as (manager, gate):
+        pinning = tools.in_thread(lambda: manager.pin_prefix(prefix))
+        gate.wait()
+        gate.open()
+        assert pinning() == 32
+        manager.stop(block=False, keep_for_next_session=True)
+        manager.unpin(prefix)
+        manager.stop(keep_for_next_session=True)
+        manager.start()
+        assert manager.stats().blocks_pinned == 0
