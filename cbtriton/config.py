@@ -14,9 +14,10 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
 from cbtriton.cache_layout import CachedLayer, CacheLayout
+from cbtriton.request import LogprobKind
 
 if TYPE_CHECKING:
     from transformers import CompileConfig
@@ -49,7 +50,6 @@ _NUMBERS: dict[str, dict[str, float]] = {
 _BOOLEANS = (
     "allow_block_sharing",
     "use_async_batching",
-    "return_logprobs",
     "auto_switch_to_flash",
     "per_request_processors",
     "drop_unsupported_processors",
@@ -103,7 +103,8 @@ class ContinuousBatchingConfig:
             harder.
         scheduler_type: Name of a registered scheduler, such as "fifo" or "prefill_first".
         safety_margin: Share of the blocks, 0 to 1, that new prefills leave free; None: the scheduler's own.
-        return_logprobs: Whether outputs hold each token's log-probability under the processed distribution.
+        return_logprobs: Whether outputs hold each token's log-probability, under the processed distribution (True or
+            "processed") or the model's own ("raw").
         seed: Source of all random streams, 0 to 2**63 - 1; None: a random one.
         auto_switch_to_flash: Whether the fastest attention that can run here is picked.
         cpu_offload_space: GiB of host memory for the cache of preempted requests, pinned where there is a GPU;
@@ -142,7 +143,7 @@ class ContinuousBatchingConfig:
     default_compile_level: int = 0
     scheduler_type: str = "fifo"
     safety_margin: float | None = None
-    return_logprobs: bool = False
+    return_logprobs: bool | LogprobKind = False
     seed: int | None = None
     auto_switch_to_flash: bool = True
     cpu_offload_space: float | None = 0.0
@@ -172,6 +173,7 @@ class ContinuousBatchingConfig:
             setattr(self, name, _check_compile_config(name, getattr(self, name)))
         if not isinstance(self.scheduler_type, str):
             raise TypeError(f"scheduler_type must be a name such as 'fifo', got {self.scheduler_type!r}")
+        _check_logprobs(self.return_logprobs)
 
     def _is_open(self, name: str) -> bool:
         return name in _OPTIONAL and getattr(self, name) is None
@@ -443,7 +445,7 @@ class EngineConfig:
         kv_interval: The longest context of a padded step is a multiple of this many tokens.
         scheduler_type: Name of the scheduling policy.
         safety_margin: Share of the blocks, 0 to 1, that new prefills leave free.
-        return_logprobs: Whether log-probabilities are computed.
+        logprobs: Which log-probabilities everybody's tokens come with; None: none.
         seed: Source of the random streams of requests without a seed of their own.
         max_queue_size: Requests that may wait to be taken in; 0: unlimited.
         per_request_processors: Whether requests may bring sampling arguments.
@@ -476,7 +478,7 @@ class EngineConfig:
     kv_interval: int
     scheduler_type: str
     safety_margin: float
-    return_logprobs: bool
+    logprobs: LogprobKind | None
     seed: int
     max_queue_size: int
     per_request_processors: bool
@@ -573,6 +575,13 @@ def check_number(
 def _check_boolean(name: str, value: object) -> None:
     if not isinstance(value, bool):
         raise TypeError(f"{name} must be True or False, got {value!r} of type {type(value).__name__}")
+
+
+def _check_logprobs(value: object) -> None:
+    if not isinstance(value, (bool, str)):
+        raise TypeError(f"return_logprobs must be True, False, 'processed' or 'raw', got {value!r}")
+    if isinstance(value, str) and value not in get_args(LogprobKind):
+        raise ValueError(f"return_logprobs must be True, False, 'processed' or 'raw', got {value!r}")
 
 
 def _check_graphs(value: object) -> bool | tuple[bool, bool] | None:

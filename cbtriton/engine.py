@@ -96,6 +96,7 @@ class Engine:
             config.max_model_len + 1,
             len(config.cache_layout.page_sizes),
             config.max_blocks_per_request,
+            adapter.vocab_size,
             adapter.device,
         )
         self._attention = PagedAttention(
@@ -261,6 +262,7 @@ class Engine:
         if not isinstance(plan, BatchPlan):
             return False
         scheduled = time.perf_counter()
+        self._count_host_rows(len(plan.host_rows))
         bucket = self._padding.bucket(plan)
         step = self._runner.launch(plan, bucket)
         record = self._record(plan, bucket, start)
@@ -271,6 +273,14 @@ class Engine:
         )
         self._in_flight.append(_Launched(step, record, scheduled))
         return True
+
+    def _count_host_rows(self, number: int) -> None:
+        if number > 0 and self._stats.host_processed_tokens == 0:
+            _logger.warning(
+                "requests with logits processors or token masks of their own are served one after the other on the "
+                "host, which is slow; stats().host_processed_tokens counts how often"
+            )
+        self._stats.host_processed_tokens += number
 
     def _commit_oldest(self) -> list[GenerationOutput]:
         launched = self._in_flight.popleft()

@@ -1,7 +1,8 @@
 """Chooses one implementation per kernel slot, once, and holds the callables.
 
 An implementation is a module `cbtriton.kernels.<slot>.<name>` with a function of the slot's name; attention modules
-also have a `plan` function, modules of `sample` also `process` and `truncate`. A new file in the folder is found
+also have a `plan` function, modules of `sample` also `process`, `truncate` and
+`token_logprobs`. A new file in the folder is found
 without an edit here.
 """
 
@@ -54,6 +55,7 @@ class KernelSet:
     sample: Callable[..., Any]
     process: Callable[..., Any]
     truncate: Callable[..., Any]
+    token_logprobs: Callable[..., Any]
     block_copy: Callable[..., Any]
 
     def describe(self) -> str:
@@ -92,6 +94,7 @@ def choose_kernels(config: KernelConfig, device: torch.device) -> KernelSet:
         decode_plan=_function(modules["decode_attention"], "plan"),
         process=_function(modules["sample"], "process"),
         truncate=_function(modules["sample"], "truncate"),
+        token_logprobs=_function(modules["sample"], "token_logprobs"),
         **kernels,
     )
 

@@ -27,6 +27,7 @@ from tqdm.auto import tqdm
 from cbtriton.config import ContinuousBatchingConfig, EngineConfig, KernelConfig, ModelFacts, WorkloadHints
 from cbtriton.engine import Engine
 from cbtriton.graphs import capturer_for
+from cbtriton.host_processing import is_met
 from cbtriton.kernel_set import choose_kernels
 from cbtriton.model_adapter import ModelAdapter
 from cbtriton.model_runner import end_idle_threads
@@ -100,7 +101,7 @@ class ContinuousBatchingManager:
         self.model = model
         self.generation_config = copy.deepcopy(generation_config)
         self.tokenizer: Any = getattr(model, "_cbtriton_tokenizer", None)
-        self._stop_checker = StopChecker(lambda: self.tokenizer)
+        self._stop_checker = StopChecker(lambda: self.tokenizer, is_met)
         memory = _available_memory(model.device)
         self._adapter = ModelAdapter(model, int(memory * PACKED_WEIGHTS_SHARE))
         self._defaults = SamplingDefaults.from_generation_config(
@@ -152,6 +153,7 @@ class ContinuousBatchingManager:
         self._pausing_threads: list[int] = []
         self._is_parked = False
         self._must_reset_prefix_cache = False
+        self._warnings: set[str] = set()
 
     def _model_facts(self, memory: int) -> ModelFacts:
         return ModelFacts(
@@ -403,9 +405,11 @@ class ContinuousBatchingManager:
             streaming: Delivers an output per token instead of one at the end.
             record_timestamps: Notes the time of each token.
             eos_token_id: Ends the request, an id or several; -1 or an empty list disables; None takes the defaults.
-            logit_processor_kwargs: `temperature`, `top_k`, `top_p`, `min_p`, `do_sample` and the fields of
-                `ProcessorOptions` (with `per_request_processors`), and always `seed`, `min_new_tokens`, `min_length`,
-                `stop_sequences`, `stop_strings`, `cache_salt` (requests with different salts share no cached prefix).
+            logit_processor_kwargs: `temperature`, `top_k`, `top_p`, `min_p`, `do_sample`, the fields of
+                `ProcessorOptions` and the functions `logits_processor`, `token_mask` and `prefix_allowed_tokens_fn`
+                (with `per_request_processors`), and always `seed`, `min_new_tokens`, `min_length`, `stop_sequences`,
+                `stop_strings`, `stopping_criteria`, `logprobs`, `top_logprobs`, `prompt_logprobs`, `cache_salt`
+                (requests with different salts share no cached prefix). See "Sampling" in the package's README.
 
         Returns:
             The request's id.
@@ -610,6 +614,9 @@ class ContinuousBatchingManager:
             max_model_len=config.cache_layout.num_fitting_tokens(num_blocks, config.max_model_len),
             cache_layout=config.cache_layout,
             num_blocks=num_blocks,
+            logprobs=config.logprobs,
+            per_request_processors=config.per_request_processors,
+            drop_unsupported=config.drop_unsupported_processors,
         )
 
     def _make_nth_request(
@@ -650,8 +657,8 @@ class ContinuousBatchingManager:
             kwargs=kwargs,
             ordinal=self._next_ordinal + offset,
             engine_seed=self.engine_config.seed,
-            per_request_processors=self.engine_config.per_request_processors,
             limits=self._limits(sum(pin.num_blocks for pin in self._pins.values())),
+            warn=self._warn_once,
         )
         if len(stop.eos_token_ids) > MAX_EOS_IDS:
             raise ValueError(f"eos_token_id can have at most {MAX_EOS_IDS} ids, got {len(stop.eos_token_ids)}")
@@ -667,6 +674,11 @@ class ContinuousBatchingManager:
             record_timestamps=record_timestamps,
             cache_salt=cache_salt,
         )
+
+    def _warn_once(self, message: str) -> None:
+        if message not in self._warnings:
+            self._warnings.add(message)
+            logger.warning(message)
 
     def _submit(self, requests: list[Request], request_id: str | None, timeout: float | None) -> list[str]:
         """Names the requests and puts them, with their extra sequences, into the inbox. Called with the lock held."""
@@ -723,9 +735,14 @@ class ContinuousBatchingManager:
                 request,
                 request_id=child_id,
                 parent_id=request.request_id,
-                sampling=replace(request.sampling, seed=child_seed(request.sampling.seed, child)),
+                # The prompt is the same: its log-probabilities come with the first of them.
+                sampling=replace(
+                    request.sampling, seed=child_seed(request.sampling.seed, child), prompt_logprobs=False
+                ),
                 generated=[],
                 logprobs=[],
+                top_logprobs=[],
+                prompt_logprobs=[],
                 timestamps=[],
             )
             for child, child_id in enumerate(self._extra_ids(request.request_id))

@@ -5,11 +5,12 @@ from __future__ import annotations
 import ctypes
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import accumulate
 
 import torch
 from torch import Tensor, nn
@@ -19,11 +20,21 @@ from cbtriton.compile import CompiledLayers, CompileMonitor
 from cbtriton.config import CompileSettings, EngineConfig
 from cbtriton.forward_context import ForwardContext
 from cbtriton.graphs import GraphKey, GraphStore, Outputs
+from cbtriton.host_processing import HostProcessor
 from cbtriton.kernel_set import KernelSet
 from cbtriton.kv_cache import HostCache, KVCache
+from cbtriton.logprobs import RowLogprobs, by_prompt, prompt_logprobs, row_logprobs
 from cbtriton.model_adapter import ModelAdapter
 from cbtriton.padding import Bucket
-from cbtriton.plan import BatchPlan, BlockCopy, BlockSwap, Path, SampledToken, StepResult
+from cbtriton.plan import (
+    BatchPlan,
+    BlockCopy,
+    BlockSwap,
+    Path,
+    SampledToken,
+    SampleOutcome,
+    StepResult,
+)
 from cbtriton.request_table import RequestTable
 from cbtriton.step_inputs import SampleFeatures, StepInputs, StepInputsWriter
 
@@ -35,8 +46,29 @@ _ANY = SampleFeatures(all_greedy=False, use_top_k=True, use_top_p=True, use_min_
 _PROCESSED = replace(_ANY, use_processors=True, use_truncation=True)
 
 
+_ERRORS = {
+    SampleOutcome.NOTHING_LEFT: "no token is left to choose from: what the request suppresses, forbids, forces or "
+    "masks rules out all of them; allow more tokens",
+    SampleOutcome.UNUSABLE: "the model produced no usable logits (NaN or infinity)",
+}
+
 # `omp_pause_soft`: what threads have stored survives.
 _SOFT = 1
+
+
+@dataclass(frozen=True, slots=True)
+class _Extras:
+    """What single requests asked of a step beyond their tokens.
+
+    Attributes:
+        errors: Why functions of callers failed, by sampling row.
+        row_logprobs: Log-probabilities in place of the engine's.
+        prompt_logprobs: `[num_targets]` float32, of all scored prompts; None where there are none.
+    """
+
+    errors: Mapping[int, str] = field(default_factory=dict)
+    row_logprobs: tuple[RowLogprobs, ...] = ()
+    prompt_logprobs: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,15 +78,17 @@ class _Sampled:
     Attributes:
         token_ids: `[num_samples]` int64 on the host.
         logprobs: `[num_samples]` float32 on the host; None when not asked for.
-        is_valid: `[num_samples]` bool on the host.
-        ready: Event after which the three can be read; None where work is done when it returns.
+        outcomes: `[num_samples]` int32 on the host.
+        extras: What single requests asked for, on the host.
+        ready: Event after which tensors can be read; None where work is done when it returns.
         prepare_time: Seconds to fill the step's inputs.
         failed_swaps: Requests with a copy from or to host memory that failed.
     """
 
     token_ids: Tensor
     logprobs: Tensor | None
-    is_valid: Tensor
+    outcomes: Tensor
+    extras: _Extras
     ready: torch.cuda.Event | None
     prepare_time: float
     failed_swaps: tuple[str, ...]
@@ -82,8 +116,13 @@ class InFlightStep:
             sampled.ready.synchronize()
         token_ids = sampled.token_ids.tolist()
         logprobs = [None] * len(token_ids) if sampled.logprobs is None else sampled.logprobs.tolist()
-        tokens = map(SampledToken, token_ids, logprobs, sampled.is_valid.tolist())
-        return StepResult(tuple(tokens), sampled.failed_swaps)
+        extras = sampled.extras
+        errors = [extras.errors.get(i) or _ERRORS.get(code) for i, code in enumerate(sampled.outcomes.tolist())]
+        tokens = list(map(SampledToken, token_ids, logprobs, errors))
+        for rows in extras.row_logprobs:
+            tokens = rows.add_to(tokens)
+        prompts = () if extras.prompt_logprobs is None else by_prompt(extras.prompt_logprobs, self.plan.scored_prompts)
+        return StepResult(tuple(tokens), sampled.failed_swaps, prompts)
 
     @property
     def prepare_time(self) -> float:
@@ -127,7 +166,8 @@ class ModelRunner:
         self._cache = cache
         self._host_cache = host_cache
         self._table = table
-        self._return_logprobs = config.return_logprobs
+        self._logprobs = config.logprobs
+        self._host = HostProcessor(table, adapter.vocab_size, adapter.device)
         self._kinds = (_GREEDY, _ANY, _PROCESSED) if config.has_processors else (_GREEDY, _ANY)
         self._writer = StepInputsWriter(table, adapter.vocab_size, adapter.device)
         self._settings: dict[Path, CompileSettings | None] = {
@@ -204,21 +244,46 @@ class ModelRunner:
         if plan.block_copies:
             self._copy_blocks(plan.block_copies)
         failed_swaps += self._swap(plan.swaps_in, self._host_cache.load)
-        token_ids, logprobs, is_valid = self._launch(bucket, inputs)
+        mask_errors = self._host.write_masks(plan.host_rows)
+        if _needs_parts(plan):
+            outputs, extras = self._launch_in_parts(plan, bucket, inputs, mask_errors)
+        else:
+            outputs, extras = self._launch(bucket, inputs), _Extras(mask_errors)
         count = _num_samples(plan)
-        host = [_to_host(column[:count]) for column in (token_ids, logprobs, is_valid)]
+        token_ids, logprobs, outcomes = (_to_host(column[:count]) for column in outputs)
         ready = None
         if self._adapter.device.type == "cuda":
             ready = torch.cuda.Event()
             ready.record()
-        logprobs = host[1] if self._return_logprobs else None
-        return _Sampled(host[0], logprobs, host[2], ready, prepare_time, failed_swaps)
+        logprobs = None if self._logprobs is None else logprobs
+        return _Sampled(token_ids, logprobs, outcomes, extras, ready, prepare_time, failed_swaps)
 
     @torch.no_grad()
     def _launch(self, bucket: Bucket, inputs: StepInputs) -> Outputs:
         key, step = self._step(bucket, inputs)
         with self._compiled(bucket):
             return self._graphs.run(key, step)
+
+    @torch.no_grad()
+    def _launch_in_parts(
+        self, plan: BatchPlan, bucket: Bucket, inputs: StepInputs, mask_errors: Mapping[int, str]
+    ) -> tuple[Outputs, _Extras]:
+        """Runs a step whose scores somebody must see: as it is, whether or not whole steps are compiled or captured."""
+        inputs = replace(inputs, features=replace(inputs.features, use_processors=True))
+        with self._compiled(bucket):
+            indices = torch.cat([inputs.logit_indices, _scored_indices(plan).to(self._adapter.device)])
+            scored = replace(inputs, logit_indices=indices)
+            logits = self._logits(scored, bucket.path, bucket.num_tokens, bucket.max_kv)
+        logits, prompt_logits = logits[: bucket.num_samples], logits[bucket.num_samples :]
+        scores = self._process(logits, inputs)
+        errors = self._host.process(scores, plan.host_rows)
+        outputs = self._sample(logits, scores, inputs)
+        kernel = self._kernels.token_logprobs
+        found = [rows.to_host(_to_host) for rows in row_logprobs(kernel, plan.logprob_rows, logits, scores, outputs[0])]
+        prompts = None
+        if plan.scored_prompts:
+            prompts = _to_host(prompt_logprobs(kernel, plan.scored_prompts, prompt_logits))
+        return outputs, _Extras({**errors, **mask_errors}, tuple(found), prompts)
 
     def _step(self, bucket: Bucket, inputs: StepInputs) -> tuple[GraphKey, Callable[[], Outputs]]:
         """The step, and what sets it apart from others that may be captured."""
@@ -238,16 +303,25 @@ class ModelRunner:
     def _run(self, inputs: StepInputs, path: Path, num_tokens: int, max_kv: int) -> Outputs:
         """The whole step. Nothing in here depends on anything but its arguments and what lives on the device."""
         logits = self._logits(inputs, path, num_tokens, max_kv)
+        scores = self._process(logits, inputs) if inputs.features.use_processors else logits
+        return self._sample(logits, scores, inputs)
+
+    def _sample(self, logits: Tensor, scores: Tensor, inputs: StepInputs) -> Outputs:
+        """Filters scores in place where that is not left to the draw, and draws.
+
+        Args:
+            logits: `[num_samples, vocab_size]`, the model's own.
+            scores: `[num_samples, vocab_size]`, what processors made of them.
+            inputs: The step's inputs.
+        """
         table, features = self._table, inputs.features
         filters = (table.top_k, table.top_p, table.min_p)
-        if features.use_processors:
-            logits = self._process(logits, inputs)
         if features.use_truncation:
-            self._truncate(logits, inputs)
+            self._truncate(scores, inputs)
             is_done = table.is_truncated != 0
             filters = (table.top_k.where(~is_done, 0), table.top_p.where(~is_done, 1), table.min_p.where(~is_done, 0))
-        return self._kernels.sample(
-            logits,
+        token_ids, logprobs, outcomes = self._kernels.sample(
+            scores,
             inputs.sample_rows,
             inputs.sample_positions,
             table.token_table,
@@ -261,8 +335,11 @@ class ModelRunner:
             features.use_top_p,
             features.use_min_p,
             features.use_min_length and not features.use_processors,
-            self._return_logprobs,
+            self._logprobs == "processed",
         )
+        if self._logprobs == "raw":
+            logprobs = self._kernels.token_logprobs(logits, token_ids, torch.zeros_like(logprobs), 0)[0]
+        return token_ids, logprobs, outcomes
 
     def _process(self, logits: Tensor, inputs: StepInputs) -> Tensor:
         table = self._table
@@ -280,6 +357,8 @@ class ModelRunner:
             table.num_rules,
             table.rules,
             table.rule_prefixes,
+            table.has_token_mask,
+            table.token_masks,
             table.min_positions,
             table.eos_ids,
             table.decay_starts,
@@ -377,6 +456,22 @@ def _coarse(features: SampleFeatures) -> SampleFeatures:
     if features.use_processors:
         return _PROCESSED
     return _GREEDY if features.all_greedy else _ANY
+
+
+def _needs_parts(plan: BatchPlan) -> bool:
+    """Whether anybody must see scores between the parts of a step."""
+    has_host_processors = any(row.processing.processors for row in plan.host_rows)
+    return has_host_processors or bool(plan.logprob_rows or plan.scored_prompts)
+
+
+def _scored_indices(plan: BatchPlan) -> Tensor:
+    """`[num_targets]` int32, the query tokens from whose logits scored prompts' targets would have been drawn."""
+    ends = list(accumulate(row.count for row in plan.rows))
+    firsts = [ends[prompt.row_index] - plan.rows[prompt.row_index].count for prompt in plan.scored_prompts]
+    pieces = zip(firsts, plan.scored_prompts, strict=True)
+    return torch.tensor(
+        [first + i for first, prompt in pieces for i in range(len(prompt.target_ids))], dtype=torch.int32
+    )
 
 
 def _num_samples(plan: BatchPlan) -> int:

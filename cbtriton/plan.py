@@ -7,9 +7,10 @@ other than these records.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import Literal
 
-from cbtriton.request import SamplingParams
+from cbtriton.request import HostProcessing, LogprobParams, SamplingParams
 
 Path = Literal["varlen", "decode"]
 
@@ -44,6 +45,55 @@ class RowStart:
     prompt_length: int
     sampling: SamplingParams
     eos_token_ids: frozenset[int]
+
+
+@dataclass(frozen=True, slots=True)
+class HostRow:
+    """A sampling row whose scores pass through functions of its caller.
+
+    Attributes:
+        sample_index: Which of the step's sampling rows it is.
+        row: Its row in the request table.
+        token_ids: All tokens before the new one.
+        prompt_length: How many of them are the prompt.
+        processing: The functions.
+    """
+
+    sample_index: int
+    row: int
+    token_ids: list[int]
+    prompt_length: int
+    processing: HostProcessing
+
+
+@dataclass(frozen=True, slots=True)
+class LogprobRow:
+    """A sampling row that wants other log-probabilities than the engine gives everybody.
+
+    Attributes:
+        sample_index: Which of the step's sampling rows it is.
+        params: What it wants.
+        temperature: At which its tokens are drawn, 0 for greedy ones.
+    """
+
+    sample_index: int
+    params: LogprobParams
+    temperature: float
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredPrompt:
+    """A piece of a prompt whose log-probabilities are wanted.
+
+    Attributes:
+        row_index: Which of the step's rows it is.
+        start: Position of the first token that runs; its successor is the first that gets a log-probability.
+        target_ids: The tokens that get one.
+    """
+
+    row_index: int
+    start: int
+    target_ids: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +152,9 @@ class BatchPlan:
             overwritten by this plan.
         swaps_in: Copies from host memory to the device, to make after all other copies and before the step. What they
             read may be overwritten by the next plan.
+        host_rows: Sampling rows that need functions of their callers.
+        logprob_rows: Sampling rows that want other log-probabilities than the engine's.
+        scored_prompts: Pieces of prompts whose tokens' log-probabilities are wanted.
     """
 
     path: Path
@@ -113,6 +166,9 @@ class BatchPlan:
     max_seq_len: int
     swaps_out: tuple[BlockSwap, ...] = ()
     swaps_in: tuple[BlockSwap, ...] = ()
+    host_rows: tuple[HostRow, ...] = ()
+    logprob_rows: tuple[LogprobRow, ...] = ()
+    scored_prompts: tuple[ScoredPrompt, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,19 +182,29 @@ class Idle:
     has_waiting: bool
 
 
+class SampleOutcome(IntEnum):
+    """What the `sample` kernels report of a row."""
+
+    TOKEN = 0
+    NOTHING_LEFT = 1
+    UNUSABLE = 2
+
+
 @dataclass(frozen=True, slots=True)
 class SampledToken:
     """What one sampling row of a step produced.
 
     Attributes:
         token_id: The new token.
-        logprob: Its log-probability under the processed distribution; None when not asked for.
-        is_valid: False where the logits were not usable (NaN, or no token allowed); the token then means nothing.
+        logprob: Its log-probability; None when not asked for.
+        error: Why the row got no token; `token_id` and `logprob` then mean nothing.
+        top_logprobs: The likeliest tokens with their log-probabilities; None when not asked for.
     """
 
     token_id: int
     logprob: float | None
-    is_valid: bool
+    error: str | None = None
+    top_logprobs: dict[int, float] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +215,9 @@ class StepResult:
         sampled: The tokens, in the order of its sampling rows.
         failed_swaps: Requests with a copy from or to host memory that failed. What was copied is lost, and a row that
             should have read it sampled nonsense.
+        prompt_logprobs: Those of the plan's scored prompts, in their order.
     """
 
     sampled: tuple[SampledToken, ...]
     failed_swaps: tuple[str, ...] = ()
+    prompt_logprobs: tuple[tuple[float, ...], ...] = ()

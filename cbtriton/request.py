@@ -7,11 +7,13 @@ changes a `Request`; everybody else reads it. This module knows nothing of block
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Literal
+from typing import Any, Literal
 
 FinishReason = Literal["eos", "length", "cancelled", "error"]
+LogprobKind = Literal["processed", "raw"]
 
 
 class RequestStatus(IntEnum):
@@ -83,6 +85,42 @@ _NO_PROCESSORS = ProcessorParams()
 
 
 @dataclass(frozen=True, slots=True)
+class HostProcessing:
+    """The caller's own functions that have a say in one request's tokens. They run on the host, for this request alone.
+
+    Attributes:
+        processors: Each maps `(token_ids [1, n] int64, scores [1, vocab_size] float32)` to new scores, after all other
+            processors and before the temperature.
+        token_mask: Maps the generated tokens to those that are allowed next: `[vocab_size]` bool, or int32 words with a
+            bit for each token; None: all are.
+        prefix_allowed_tokens_fn: Maps `(0, token_ids [n] int64)` to a list of those that are allowed next; None: all
+            are.
+    """
+
+    processors: tuple[Callable[[Any, Any], Any], ...] = ()
+    token_mask: Callable[[list[int]], Any] | None = None
+    prefix_allowed_tokens_fn: Callable[[int, Any], Any] | None = None
+
+    @property
+    def has_mask(self) -> bool:
+        """Whether tokens are ruled out before the scores are known."""
+        return self.token_mask is not None or self.prefix_allowed_tokens_fn is not None
+
+
+@dataclass(frozen=True, slots=True)
+class LogprobParams:
+    """Log-probabilities that one request wants in place of the engine's.
+
+    Attributes:
+        kind: Of the distribution that its tokens are drawn from, or of the model's own.
+        num_top: How many of the likeliest tokens come with theirs.
+    """
+
+    kind: LogprobKind
+    num_top: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How one request turns logits into a token. Immutable, resolved once when the request is added.
 
@@ -98,6 +136,9 @@ class SamplingParams:
         epsilon_cutoff: Drops tokens less likely than this; 0.0 means off.
         eta_cutoff: The same, with a bound that falls with the entropy; 0.0 means off.
         processors: What happens to the scores before all of this.
+        host: The caller's own functions that change scores; None: there are none.
+        logprobs: Which log-probabilities come with each token; None: those that the engine gives everybody.
+        prompt_logprobs: Whether those of the prompt's tokens are wanted.
     """
 
     temperature: float = 0.0
@@ -111,6 +152,9 @@ class SamplingParams:
     epsilon_cutoff: float = 0.0
     eta_cutoff: float = 0.0
     processors: ProcessorParams = _NO_PROCESSORS
+    host: HostProcessing | None = None
+    logprobs: LogprobParams | None = None
+    prompt_logprobs: bool = False
 
     @property
     def is_greedy(self) -> bool:
@@ -120,12 +164,17 @@ class SamplingParams:
     @property
     def has_processors(self) -> bool:
         """Whether anything but EOS ids that come too early changes the scores before the temperature."""
-        return self.processors != _NO_PROCESSORS
+        return self.processors != _NO_PROCESSORS or self.host is not None
 
     @property
     def is_truncated(self) -> bool:
-        """Whether a drawn token passes filters beyond top-k, top-p and min-p."""
+        """Whether filters are applied to the scores themselves: those beyond top-k, top-p and min-p, or all.
+
+        Who wants to see the distribution that is left needs them all.
+        """
         filters = self.top_h > 0.0 or self.typical_p < 1.0 or self.epsilon_cutoff > 0.0 or self.eta_cutoff > 0.0
+        if self.logprobs is not None and self.logprobs.kind == "processed":
+            filters |= self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
         return filters and not self.is_greedy
 
 
@@ -138,12 +187,15 @@ class StopRules:
         eos_token_ids: Any of these ends the request; empty means that no token does.
         stop_sequences: Token id sequences; generating one of them ends the request.
         stop_strings: Texts; producing one of them (as decoded by the manager's tokenizer) ends the request.
+        criteria: The caller's own functions of `(token_ids [1, n] int64, None)`, asked after each token; anything true
+            ends the request.
     """
 
     max_new_tokens: int
     eos_token_ids: frozenset[int] = frozenset()
     stop_sequences: tuple[tuple[int, ...], ...] = ()
     stop_strings: tuple[str, ...] = ()
+    criteria: tuple[Callable[[Any, Any], Any], ...] = ()
 
 
 @dataclass(slots=True)
@@ -154,14 +206,18 @@ class GenerationOutput:
         request_id: Id of the request.
         prompt_ids: Token ids of the prompt.
         generated_tokens: All tokens generated so far, a final EOS included.
-        logprobs: Log-probability of each generated token under the processed distribution; empty unless
-            `ContinuousBatchingConfig.return_logprobs` is set.
+        logprobs: Log-probability of each generated token, of the kind that `ContinuousBatchingConfig.return_logprobs`
+            or the request asked for; empty if neither did.
         error: Why the request failed or ended early; None when nothing went wrong.
         status: State of the request when this output was made.
         created_time: `time.perf_counter()` when the request was added.
         lifespan: `time.perf_counter()` when the request was first scheduled and when it ended; -1 before that.
         timestamps: `time.perf_counter()` of each generated token when asked for, else None.
         finish_reason: Why the request ended; None while it runs.
+        top_logprobs: For each generated token the likeliest ones of that step, likeliest first, with their
+            log-probabilities; empty unless the request asked for them.
+        prompt_logprobs: Log-probability of each token of the prompt but the first, under the model's own distribution;
+            None unless the request asked for them.
     """
 
     request_id: str
@@ -174,6 +230,8 @@ class GenerationOutput:
     lifespan: tuple[float, float] = (-1.0, -1.0)
     timestamps: list[float] | None = None
     finish_reason: FinishReason | None = None
+    top_logprobs: list[dict[int, float]] = field(default_factory=list)
+    prompt_logprobs: list[float] | None = None
 
     def is_finished(self) -> bool:
         """Whether this is the request's last output (finished, failed or cancelled)."""
@@ -196,6 +254,8 @@ class Request:
         is_pin: Whether its prompt stays in the cache after its end, until `Scheduler.unpin`.
         generated: Tokens generated so far.
         logprobs: Their log-probabilities, when asked for.
+        top_logprobs: The likeliest tokens beside each of them, when asked for.
+        prompt_logprobs: Log-probabilities of the prompt's tokens from the second on, as far as they are known.
         timestamps: Their times, when asked for.
         status: Current state.
         epoch: Raised whenever the request leaves its row, so that results of older steps are recognised as stale.
@@ -221,6 +281,8 @@ class Request:
     is_pin: bool = False
     generated: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    top_logprobs: list[dict[int, float]] = field(default_factory=list)
+    prompt_logprobs: list[float] = field(default_factory=list)
     timestamps: list[float] = field(default_factory=list)
     status: RequestStatus = RequestStatus.PENDING
     epoch: int = 0
@@ -252,6 +314,11 @@ class Request:
         return len(self.prompt_ids) + len(self.generated) + self.num_in_flight - self.num_computed
 
     @property
+    def is_prompt_scored(self) -> bool:
+        """Whether nobody waits for the log-probability of a token of the prompt any more."""
+        return not self.sampling.prompt_logprobs or len(self.prompt_logprobs) == len(self.prompt_ids) - 1
+
+    @property
     def is_terminal(self) -> bool:
         """Whether the request has ended, however."""
         return self.status >= RequestStatus.FINISHED
@@ -273,4 +340,6 @@ class Request:
             lifespan=(self.started_time, self.finished_time),
             timestamps=self.timestamps[:num_tokens] if self.record_timestamps else None,
             finish_reason=self.finish_reason,
+            top_logprobs=self.top_logprobs[:num_tokens],
+            prompt_logprobs=list(self.prompt_logprobs) if self.sampling.prompt_logprobs else None,
         )

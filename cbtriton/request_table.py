@@ -25,6 +25,7 @@ class RequestTable:
         max_len: Longest sequence in tokens, the last generated token included.
         num_groups: Block tables of each request.
         max_blocks: Longest block table.
+        vocab_size: Number of token ids that the model can produce.
         device: Where the table lives.
 
     Attributes:
@@ -48,6 +49,8 @@ class RequestTable:
         num_rules: `[num_rows]` int32, all rules.
         rules: `[num_rows, MAX_RULES, 4]` int32: token, kind + 4 * prefix length, position or -1, bits of the bias.
         rule_prefixes: `[num_rows, MAX_RULE_PREFIXES]` int32, the prefixes of a row's rules one after the other.
+        has_token_mask: `[num_rows]` int32; 0 where all tokens are allowed.
+        token_masks: `[num_rows, ceil(vocab_size / 32)]` int32; bit `token % 32` of word `token // 32` allows a token.
         decay_starts: `[num_rows]` int32, position beyond which EOS ids grow; `NO_DECAY` is off.
         decay_rates: `[num_rows]` float32, base-2 logarithm of the growth per token.
         remove_invalid: `[num_rows]` int32; 0 is off.
@@ -58,7 +61,9 @@ class RequestTable:
         eta_cutoff: `[num_rows]` float32; 0 is off.
     """
 
-    def __init__(self, num_rows: int, max_len: int, num_groups: int, max_blocks: int, device: torch.device) -> None:
+    def __init__(
+        self, num_rows: int, max_len: int, num_groups: int, max_blocks: int, vocab_size: int, device: torch.device
+    ) -> None:
         self.padding_row = num_rows
         num_rows += 1
         # Never read beyond what was written, so the (large) token table needs no initial value.
@@ -80,6 +85,8 @@ class RequestTable:
         self.num_rules = torch.zeros(num_rows, dtype=torch.int32, device=device)
         self.rules = torch.zeros((num_rows, MAX_RULES, 4), dtype=torch.int32, device=device)
         self.rule_prefixes = torch.zeros((num_rows, MAX_RULE_PREFIXES), dtype=torch.int32, device=device)
+        self.has_token_mask = torch.zeros(num_rows, dtype=torch.int32, device=device)
+        self.token_masks = torch.empty((num_rows, -(-vocab_size // 32)), dtype=torch.int32, device=device)
         self.decay_starts = torch.full((num_rows,), NO_DECAY, dtype=torch.int32, device=device)
         self.decay_rates = torch.zeros(num_rows, dtype=torch.float32, device=device)
         self.remove_invalid = torch.zeros(num_rows, dtype=torch.int32, device=device)

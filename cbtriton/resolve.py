@@ -27,6 +27,7 @@ from cbtriton.config import (
     WorkloadHints,
     describe_memory,
 )
+from cbtriton.request import LogprobKind
 
 _Value = TypeVar("_Value")
 _Path = Literal["varlen", "decode"]
@@ -96,7 +97,8 @@ class _Budget:
         requests, length = self.num_requests(num_blocks), self.max_model_len(num_blocks)
         # One row more, for padding; see `RequestTable`.
         tokens_and_blocks = 4 * (length + 1 + len(layout.page_sizes) * layout.max_pages(length))
-        tables = (requests + 1) * (tokens_and_blocks + _PARAMETER_BYTES)
+        mask = 4 * -(-facts.vocab_size // 32)
+        tables = (requests + 1) * (tokens_and_blocks + _PARAMETER_BYTES + mask)
         sampled = min(requests, step_tokens)
         # The model's logits, and what sampling makes of them in float32.
         logits = sampled * facts.vocab_size * (facts.logits_dtype_bytes + 4)
@@ -191,7 +193,7 @@ def resolve(
         ),
         scheduler_type=config.scheduler_type,
         safety_margin=_safety_margin(config, default_margin, log),
-        return_logprobs=config.return_logprobs,
+        logprobs=_logprob_kind(config.return_logprobs),
         seed=_seed(config, log),
         max_queue_size=config.max_queue_size,
         per_request_processors=config.per_request_processors,
@@ -450,6 +452,12 @@ def _safety_margin(config: ContinuousBatchingConfig, default_margin: float, log:
     if config.safety_margin is not None:
         return config.safety_margin
     return log.decide("safety_margin", None, default_margin, f"the {config.scheduler_type} scheduler's own")
+
+
+def _logprob_kind(asked: bool | LogprobKind) -> LogprobKind | None:
+    if asked is False:
+        return None
+    return "processed" if asked is True else asked
 
 
 def _seed(config: ContinuousBatchingConfig, log: _Log) -> int:

@@ -15,12 +15,13 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 from cbtriton.cache_layout import CacheLayout
+from cbtriton.callbacks import FUNCTION_OPTIONS, Processing, read_criteria, read_processing
 from cbtriton.config import MAX_SEED, check_integer, check_number
 from cbtriton.processors import PROCESSOR_OPTIONS, ProcessorOptions
-from cbtriton.request import SamplingParams, StopRules
+from cbtriton.request import LogprobKind, LogprobParams, SamplingParams, StopRules
 
 Warn = Callable[[str], None]
 
@@ -118,8 +119,19 @@ _INSTEAD = {
 _DEFAULT_MAX_LENGTH = 20
 """What transformers assumes for `max_length` when nobody sets it: no wish of the caller's."""
 
-_TUNING = ("do_sample", "temperature", "top_k", "top_p", "min_p", *PROCESSOR_OPTIONS)
-_ALWAYS = ("seed", "min_new_tokens", "min_length", "stop_sequences", "stop_strings")
+_TUNING = ("do_sample", "temperature", "top_k", "top_p", "min_p", *PROCESSOR_OPTIONS, *FUNCTION_OPTIONS)
+_ALWAYS = (
+    "seed",
+    "min_new_tokens",
+    "min_length",
+    "stop_sequences",
+    "stop_strings",
+    "stopping_criteria",
+    "logprobs",
+    "top_logprobs",
+    "prompt_logprobs",
+)
+MAX_TOP_LOGPROBS = 20
 
 _GREEDY_TEMPERATURE = 1e-5
 """Up to this temperature the most likely token is taken: the others have no chance."""
@@ -131,19 +143,25 @@ class RequestTooLongError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class RequestLimits:
-    """What bounds every request of an engine.
+    """What holds for every request of an engine, whatever it asks for.
 
     Attributes:
         vocab_size: Number of token ids that the model can produce.
         max_model_len: Tokens of the longest sequence that can be in the cache.
         cache_layout: How many blocks a sequence takes.
         num_blocks: Blocks in the cache that are not pinned.
+        logprobs: Which log-probabilities every token comes with; None: none.
+        per_request_processors: Whether requests may bring sampling arguments.
+        drop_unsupported: Whether unsupported logits processors are dropped with a warning rather than refused.
     """
 
     vocab_size: int
     max_model_len: int
     cache_layout: CacheLayout
     num_blocks: int
+    logprobs: LogprobKind | None
+    per_request_processors: bool
+    drop_unsupported: bool
 
     def most_new_tokens(self, prompt_length: int) -> int:
         """Tokens that can follow a prompt of `prompt_length` tokens; the last one never enters the cache."""
@@ -252,8 +270,8 @@ def request_parameters(
     kwargs: Mapping[str, Any],
     ordinal: int,
     engine_seed: int,
-    per_request_processors: bool,
     limits: RequestLimits,
+    warn: Warn,
 ) -> tuple[SamplingParams, StopRules]:
     """How one request draws its tokens and when it ends.
 
@@ -267,31 +285,41 @@ def request_parameters(
         max_new_tokens: The request's own limit; None: the defaults', else what fits.
         eos_token_id: The request's own EOS id or ids; None: the defaults', -1 or an empty list: none.
         kwargs: `seed`, `min_new_tokens`, `min_length`, `stop_sequences` (lists of token ids), `stop_strings` (a text
-            or several), and, with `per_request_processors`, `do_sample`, `temperature`, `top_k`, `top_p`, `min_p`
-            and the fields of `ProcessorOptions`.
+            or several), `stopping_criteria` (a function or several), `logprobs` ("processed" or "raw"),
+            `top_logprobs` (a number), `prompt_logprobs` (a bool), and, with `per_request_processors`, `do_sample`,
+            `temperature`, `top_k`, `top_p`, `min_p`, the fields of `ProcessorOptions`, `logits_processor` (a function
+            or several), `token_mask` and `prefix_allowed_tokens_fn` (see `HostProcessing`).
         ordinal: Number of the request since the engine was made.
         engine_seed: Source of the seeds of requests without one.
-        per_request_processors: Whether requests may bring sampling arguments.
         limits: What every request must fit.
+        warn: Called with each warning.
 
     Raises:
         ValueError: A value is out of range, the request cannot fit, or it may not bring a sampling argument.
         TypeError: An argument is unknown or has the wrong type.
     """
     given = {name: value for name, value in kwargs.items() if value is not None}
-    _check_argument_names(kwargs, given, per_request_processors)
+    _check_argument_names(kwargs, given, limits.per_request_processors)
     options = defaults.processors.merged(given, limits.vocab_size)
+    min_new_tokens = _min_new_tokens(defaults, given, prompt_length)
+    processing = read_processing(given, may_translate=options.is_neutral and min_new_tokens <= 0)
+    options = options.merged(processing.options, limits.vocab_size)
+    _drop_functions(processing, limits.drop_unsupported, warn)
     stop = StopRules(
         max_new_tokens=_max_new_tokens(defaults, max_new_tokens, prompt_length, limits),
         eos_token_ids=_request_eos(defaults, eos_token_id, limits.vocab_size),
         stop_sequences=_stop_sequences(given.get("stop_sequences", ()), limits.vocab_size),
         stop_strings=_stop_strings(given.get("stop_strings", defaults.stop_strings)),
+        criteria=read_criteria(given.get("stopping_criteria", ())),
     )
     sampling = SamplingParams(
         **_filters(defaults, options, given, limits.vocab_size),
         seed=_request_seed(given.get("seed"), engine_seed, ordinal),
-        min_new_tokens=_min_new_tokens(defaults, given, prompt_length),
+        min_new_tokens=min_new_tokens,
         processors=options.resolve(prompt_length, stop.max_new_tokens, stop.eos_token_ids),
+        host=processing.host,
+        logprobs=_logprobs(given, limits),
+        prompt_logprobs=_boolean("prompt_logprobs", given.get("prompt_logprobs", False)),
     )
     return sampling, stop
 
@@ -332,10 +360,15 @@ def _leave_out(name: str) -> str:
 def _drop_processors(options: str, drop_unsupported: bool, warn: Warn) -> None:
     if not drop_unsupported:
         raise ValueError(
-            f"logits processors that are not supported: {options}; leave them out of the generation config, "
-            "or set drop_unsupported_processors=True to generate without them"
+            f"logits processors that are not supported: {options}; leave them out, or set "
+            "drop_unsupported_processors=True to generate without them"
         )
     warn(f"logits processors that are not supported are dropped: {options}")
+
+
+def _drop_functions(processing: Processing, drop_unsupported: bool, warn: Warn) -> None:
+    if processing.dropped:
+        _drop_processors(", ".join(processing.dropped), drop_unsupported, warn)
 
 
 def _check_argument_names(kwargs: Mapping[str, Any], given: Mapping[str, Any], per_request_processors: bool) -> None:
@@ -410,6 +443,17 @@ def _min_new_tokens(defaults: SamplingDefaults, given: Mapping[str, Any], prompt
         min_new_tokens = check_integer("min_new_tokens", given.get("min_new_tokens", 0), 0)
         min_length = check_integer("min_length", given.get("min_length", 0), 0)
     return max(min_new_tokens, min_length - prompt_length)
+
+
+def _logprobs(given: Mapping[str, Any], limits: RequestLimits) -> LogprobParams | None:
+    """What the request wants beyond the engine's own log-probabilities."""
+    if "logprobs" not in given and "top_logprobs" not in given:
+        return None
+    kind = given.get("logprobs", limits.logprobs or "processed")
+    if kind not in get_args(LogprobKind):
+        raise ValueError(f"logprobs must be 'processed' or 'raw', got {kind!r}")
+    num_top = check_integer("top_logprobs", given.get("top_logprobs", 0), 0, min(MAX_TOP_LOGPROBS, limits.vocab_size))
+    return None if num_top == 0 and kind == limits.logprobs else LogprobParams(kind, num_top)
 
 
 def _request_seed(asked: object, engine_seed: int, ordinal: int) -> int:

@@ -13,10 +13,25 @@ from dataclasses import dataclass, field
 
 from cbtriton.block_manager import BlockManager
 from cbtriton.config import EngineConfig
-from cbtriton.plan import BatchPlan, BlockCopy, BlockTableUpdate, Idle, RowStart, SampledToken, ScheduledRow, StepResult
+from cbtriton.plan import (
+    BatchPlan,
+    BlockCopy,
+    BlockTableUpdate,
+    HostRow,
+    Idle,
+    LogprobRow,
+    RowStart,
+    SampledToken,
+    ScheduledRow,
+    ScoredPrompt,
+    StepResult,
+)
 from cbtriton.request import FinishReason, GenerationOutput, Request, RequestStatus
 from cbtriton.stopping import StopDecision
 from cbtriton.swap import HostBlocks
+
+# Tokens of prompts whose log-probabilities one step computes at most: each has the logits of a whole vocabulary.
+MAX_SCORED_TOKENS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +154,7 @@ class _Share:
     row: int
     start: int
     count: int
+    num_scored: int
     table_update: BlockTableUpdate | None
     row_start: RowStart | None = None
     block_copies: tuple[BlockCopy, ...] = ()
@@ -155,19 +171,26 @@ class _Prefix:
 
 @dataclass(slots=True)
 class _Draft:
-    """The step being planned: shares in the order in which they were granted, and what is left of the budget."""
+    """The step being planned: shares in the order in which they were granted, and what is left of the budgets."""
 
     budget: int
+    scored_budget: int = field(default_factory=lambda: MAX_SCORED_TOKENS)
     shares: dict[str, _Share] = field(default_factory=dict)
 
     def grant(self, share: _Share) -> None:
         self.shares[share.request.request_id] = share
         self.budget -= share.count
+        self.scored_budget -= share.num_scored
 
     def withdraw(self, request_id: str) -> None:
         share = self.shares.pop(request_id, None)
         if share is not None:
             self.budget += share.count
+            self.scored_budget += share.num_scored
+
+    def room(self, request: Request) -> int:
+        """Tokens that the request may run."""
+        return self.budget if request.is_prompt_scored else min(self.budget, self.scored_budget)
 
     def admits(self, request_id: str) -> bool:
         """Whether the request enters its row with this step."""
@@ -328,16 +351,18 @@ class Scheduler:
             # One that was preempted for the sake of an earlier one has no row any more; one whose last token is in
             # flight has nothing left to run.
             row = request.row
-            wanted = min(request.num_remaining, draft.budget)
-            if row is None or wanted <= 0 or self._last_token_is_in_flight(request):
+            wanted = min(request.num_remaining, draft.room(request))
+            if row is None or wanted <= 0 or self._must_wait(request):
                 continue
             self._blocks.leave_window(request.request_id, request.num_computed)
             count = self._make_room(request, wanted, draft)
             if count > 0:
                 draft.grant(self._share(request, row, count))
 
-    def _last_token_is_in_flight(self, request: Request) -> bool:
-        return len(request.generated) + request.num_in_flight >= request.stop.max_new_tokens
+    def _must_wait(self, request: Request) -> bool:
+        """Whether tokens in flight keep the request from running: the last one, or any that its caller must see."""
+        is_last = len(request.generated) + request.num_in_flight >= request.stop.max_new_tokens
+        return is_last or (request.num_in_flight > 0 and request.sampling.host is not None)
 
     def _make_room(self, request: Request, wanted: int, draft: _Draft) -> int:
         """How many of `wanted` tokens the request can run, after preempting newer requests as far as needed."""
@@ -363,7 +388,8 @@ class Scheduler:
         # Steps in flight have written all that is computed before the copy reads it. The last known token runs again:
         # the one that follows it is not known, or will be dropped.
         num_tokens = min(victim.num_computed, victim.num_tokens - 1)
-        if num_tokens == 0 or self._blocks.is_outdated(request_id):
+        # A prompt whose log-probabilities are not known yet runs again for them.
+        if num_tokens == 0 or self._blocks.is_outdated(request_id) or not victim.is_prompt_scored:
             return
         block_ids = self._blocks.seen_blocks(request_id, num_tokens)
         self.counters.offloads += self._host_blocks.offload(request_id, block_ids, num_tokens)
@@ -377,7 +403,9 @@ class Scheduler:
         self._waiting.appendleft(request)
 
     def _admit_waiting(self, draft: _Draft) -> None:
-        while self._waiting and self._free_rows and draft.budget > 0 and self._admit(self._waiting[0], draft):
+        while self._waiting and self._free_rows and draft.room(self._waiting[0]) > 0:
+            if not self._admit(self._waiting[0], draft):
+                return
             self._waiting.popleft()
 
     def _admit(self, request: Request, draft: _Draft) -> bool:
@@ -396,7 +424,7 @@ class Scheduler:
         self._count_admission(len(token_ids), prefix)
         num_restored = self._restore(request, prefix)
         row = self._enter_row(request, prefix.num_tokens, num_restored)
-        wanted = min(len(token_ids) - request.num_computed, draft.budget)
+        wanted = min(len(token_ids) - request.num_computed, draft.room(request))
         # Fewer only where the whole pool is too small for what layers with windows hold in such a step.
         count = blocks.num_addable_tokens(request.request_id, request.num_computed, wanted)
         share = self._share(request, row, count)
@@ -417,7 +445,9 @@ class Scheduler:
             num_tokens = len(request.prompt_ids) - 1
             block_copies = self._blocks.fork(parent.request_id, request.request_id, num_tokens)
             return _Prefix(num_tokens, is_fork=True, block_copies=block_copies)
-        match = self._blocks.match_prefix(token_ids, request.cache_salt)
+        # Log-probabilities of a prompt come with its tokens: what is cached is computed again for them.
+        num_usable = len(token_ids) if request.is_prompt_scored else len(request.prompt_logprobs) + 1
+        match = self._blocks.match_prefix(token_ids[:num_usable], request.cache_salt)
         return _Prefix(self._blocks.start(request.request_id, match), is_fork=False, block_copies=())
 
     def _parent_to_fork(self, request: Request, draft: _Draft) -> Request | None:
@@ -488,7 +518,8 @@ class Scheduler:
         """The request's next `count` tokens, with the blocks that they need."""
         start = request.num_computed
         added = self._blocks.extend(request.request_id, start, start + count)
-        return _Share(request, row, start, count, BlockTableUpdate(row, added) if added else None)
+        num_scored = 0 if request.is_prompt_scored else max(0, min(count, len(request.prompt_ids) - 1 - start))
+        return _Share(request, row, start, count, num_scored, BlockTableUpdate(row, added) if added else None)
 
     def _index(self, share: _Share) -> None:
         request = share.request
@@ -506,13 +537,26 @@ class Scheduler:
         row_starts: list[RowStart] = []
         table_updates: list[BlockTableUpdate] = []
         block_copies: list[BlockCopy] = []
-        num_tokens = max_seq_len = 0
+        host_rows: list[HostRow] = []
+        logprob_rows: list[LogprobRow] = []
+        scored_prompts: list[ScoredPrompt] = []
+        num_tokens = max_seq_len = num_samples = 0
         for share in draft.shares.values():
             request = share.request
             samples = share.count == request.num_remaining
             request.num_computed += share.count
             request.num_in_flight += samples
-            rows.append(ScheduledRow(request.request_id, request.epoch, share.row, share.start, share.count, samples))
+            sampling, start = request.sampling, share.start
+            if samples and sampling.host is not None:
+                prompt_length = len(request.prompt_ids)
+                host_rows.append(HostRow(num_samples, share.row, request.token_ids, prompt_length, sampling.host))
+            if samples and sampling.logprobs is not None:
+                logprob_rows.append(LogprobRow(num_samples, sampling.logprobs, sampling.temperature))
+            if share.num_scored > 0:
+                targets = request.prompt_ids[start + 1 : start + 1 + share.num_scored]
+                scored_prompts.append(ScoredPrompt(len(rows), start, tuple(targets)))
+            num_samples += samples
+            rows.append(ScheduledRow(request.request_id, request.epoch, share.row, start, share.count, samples))
             num_tokens += share.count
             max_seq_len = max(max_seq_len, request.num_computed)
             if share.table_update is not None:
@@ -531,6 +575,9 @@ class Scheduler:
             max_seq_len=max_seq_len,
             swaps_out=self._host_blocks.take_swaps_out(),
             swaps_in=self._host_blocks.take_swaps_in(),
+            host_rows=tuple(host_rows),
+            logprob_rows=tuple(logprob_rows),
+            scored_prompts=tuple(scored_prompts),
         )
 
     # ---------------------------------------------------------------------------------------------- results
@@ -549,16 +596,25 @@ class Scheduler:
             self._lose_swap(request_id)
         if plan.swaps_in:
             self._confirm_restored(plan)
+        for scored, logprobs in zip(plan.scored_prompts, result.prompt_logprobs, strict=True):
+            request = self._current(plan.rows[scored.row_index])
+            if request is not None:
+                request.prompt_logprobs[scored.start : scored.start + len(logprobs)] = logprobs
         sampling_rows = (row for row in plan.rows if row.samples)
         for row, sampled in zip(sampling_rows, result.sampled, strict=True):
-            request = self._running.get(row.request_id)
-            if request is None or request.epoch != row.epoch:
+            request = self._current(row)
+            if request is None:
                 self.counters.dropped_tokens += 1
                 continue
             output = self._commit_token(request, sampled, now)
             if output is not None:
                 outputs.append(output)
         return outputs
+
+    def _current(self, row: ScheduledRow) -> Request | None:
+        """The request of a row of a plan, if it has not left its row since."""
+        request = self._running.get(row.request_id)
+        return request if request is not None and request.epoch == row.epoch else None
 
     def _lose_swap(self, request_id: str) -> None:
         """Lets the request compute its cache again, also where it runs on what it was to get back."""
@@ -569,25 +625,27 @@ class Scheduler:
 
     def _confirm_restored(self, plan: BatchPlan) -> None:
         for row in plan.rows:
-            request = self._running.get(row.request_id)
-            if request is not None and request.epoch == row.epoch:
+            request = self._current(row)
+            if request is not None:
                 request.is_restoring = False
 
     def _commit_token(self, request: Request, sampled: SampledToken, now: float) -> GenerationOutput | None:
         request.num_in_flight -= 1
-        if not sampled.is_valid:
-            return self._end(request, RequestStatus.FAILED, "error", _why_invalid(request))
+        if sampled.error is not None:
+            return self._end(request, RequestStatus.FAILED, "error", sampled.error)
         request.status = RequestStatus.DECODING
         request.generated.append(sampled.token_id)
         if sampled.logprob is not None:
             request.logprobs.append(sampled.logprob)
+        if sampled.top_logprobs is not None:
+            request.top_logprobs.append(sampled.top_logprobs)
         if request.record_timestamps:
             request.timestamps.append(now)
         self.counters.generated_tokens += 1
         try:
             decision = self._stop_check(request)
-        except Exception as error:  # The caller's tokenizer runs in there: its errors are that request's alone.
-            reason = f"stop strings could not be looked for: {type(error).__name__}: {error}"
+        except Exception as error:  # The caller's functions run in there: their errors are that request's alone.
+            reason = f"stop strings or criteria could not be asked: {type(error).__name__}: {error}"
             return self._end(request, RequestStatus.FAILED, "error", reason)
         if decision.finish_reason is not None:
             return self._end(request, RequestStatus.FINISHED, decision.finish_reason)
@@ -634,12 +692,3 @@ class Scheduler:
                     f"{other.request_id!r} needs {needed}; pin it when that has ended, or raise num_blocks"
                 )
         return None
-
-
-def _why_invalid(request: Request) -> str:
-    if request.sampling.has_processors or request.sampling.min_new_tokens > len(request.generated):
-        return (
-            "no token is left to choose from: what the request suppresses, forbids or forces rules out all of them "
-            "(or the model produced NaN); allow more tokens"
-        )
-    return "the model produced no usable logits (NaN, or no token left to choose from)"

@@ -324,7 +324,7 @@ class _Answer:
     def of(cls, index: int, entry: TraceRequest) -> _Answer:
         # The same id at each position is enough to be nobody else's.
         ids = entry.generated_ids or (-index - 1,)
-        tokens = tuple(SampledToken(token_id, None, is_valid=True) for token_id in ids)
+        tokens = tuple(SampledToken(token_id, None) for token_id in ids)
         return cls(len(entry.prompt_ids), tokens * (entry.num_generated // len(tokens)))
 
     def token(self, row: ScheduledRow) -> SampledToken:

@@ -69,6 +69,8 @@ class EngineStats:
     they did. `failed_swaps` counts requests that compute again because such a copy failed. `host_blocks_in_use` of
     `host_blocks_total` hold something; all of them take `host_cache_bytes`.
 
+    `host_processed_tokens` counts tokens for which functions of their callers ran on the host.
+
     `blocks_pinned` of the `blocks_in_use` hold pinned prefixes, whether requests use them or not. `table_bytes` are the
     tokens, blocks and parameters of all requests; `bytes_by_purpose` has all that holds memory between two steps.
     """
@@ -89,6 +91,7 @@ class EngineStats:
     kv_tokens: int = 0
     padding_kv_tokens: int = 0
     dropped_tokens: int = 0
+    host_processed_tokens: int = 0
     preemptions: int = 0
     offloads: int = 0
     restores: int = 0

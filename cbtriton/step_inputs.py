@@ -209,6 +209,7 @@ class StepInputsWriter:
             table.num_rules,
             table.decay_starts,
             table.remove_invalid,
+            table.has_token_mask,
             table.min_positions,
         )
 
@@ -271,4 +272,5 @@ def _integers(start: RowStart) -> tuple[int, ...]:
         len(processors.rules),
         NO_DECAY if processors.decay_start is None else processors.decay_start,
         int(processors.remove_invalid_values),
+        int(params.host is not None and params.host.has_mask),
     )

@@ -1,19 +1,19 @@
 """When a request ends, and how much of it may be shown before that is certain.
 
-Pure functions of token ids and, for stop strings, of a tokenizer; asked by the scheduler after each token.
+Functions of token ids and, for stop strings, of a tokenizer; asked by the scheduler after each token.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from cbtriton.request import Request, StopRules
 
 
 def finish_reason(generated: Sequence[int], rules: StopRules) -> Literal["eos", "length"] | None:
-    """Why a request is done after its latest token, or None if it is not; stop strings are not looked at.
+    """Why a request is done after its latest token, or None if it is not; stop strings and criteria are not asked.
 
     Args:
         generated: The request's generated tokens. Earlier ones were judged when they came: only the end is
@@ -99,15 +99,27 @@ class StopChecker:
 
     Args:
         get_tokenizer: The tokenizer for stop strings; asked for only when a request has some.
+        is_met: Says whether a request's criterion is met by its tokens.
     """
 
-    def __init__(self, get_tokenizer: Callable[[], TextDecoder]) -> None:
+    def __init__(
+        self,
+        get_tokenizer: Callable[[], TextDecoder],
+        is_met: Callable[[Callable[[Any, Any], Any], list[int]], bool],
+    ) -> None:
         self._get_tokenizer = get_tokenizer
+        self._is_met = is_met
 
     def check(self, request: Request) -> StopDecision:
-        """The decision for a request whose latest token was just appended."""
+        """The decision for a request whose latest token was just appended.
+
+        Raises:
+            Exception: Whatever the tokenizer or a criterion raises.
+        """
         num_generated = len(request.generated)
         reason = finish_reason(request.generated, request.stop)
+        if reason is None and any(self._is_met(criterion, request.token_ids) for criterion in request.stop.criteria):
+            reason = "eos"
         if reason is not None or not request.stop.stop_strings:
             return StopDecision(reason, num_generated)
         matcher = StopStringMatcher(self._get_tokenizer(), request.stop.stop_strings)

@@ -565,9 +565,9 @@ class Bench:
             return partial(module.sample, *args, *flags)
 
         def wrong_share(result: tuple[Tensor, Tensor, Tensor]) -> float:
-            tokens, _, valid = result
+            tokens, _, outcomes = result
             chosen = logits.gather(1, tokens[:, None].clamp(0, sizes.vocab - 1))[:, 0].float()
-            is_right = valid & (tokens >= 0) & (tokens < sizes.vocab) & (chosen >= sampler.least(logits))
+            is_right = (outcomes == 0) & (tokens >= 0) & (tokens < sizes.vocab) & (chosen >= sampler.least(logits))
             return 1 - is_right.float().mean().item()
 
         return Case(

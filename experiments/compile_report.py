@@ -386,11 +386,12 @@ def _sample(shape: Shape) -> Step:
         **{name: _meta(_TABLE_ROWS, dtype=torch.float32) for name in (*numbers, *penalties)},
         **{
             name: _meta(_TABLE_ROWS)
-            for name in (*integers, "num_biases", "num_rules", "remove_invalid", "is_truncated")
+            for name in (*integers, "num_biases", "num_rules", "has_token_mask", "remove_invalid", "is_truncated")
         },
         "seeds": _meta(_TABLE_ROWS, dtype=torch.int64),
         "rules": _meta(_TABLE_ROWS, 512, 4),
         "rule_prefixes": _meta(_TABLE_ROWS, 1024),
+        "token_masks": _meta(_TABLE_ROWS, -(-_VOCABULARY // 32)),
         "eos_ids": _meta(_TABLE_ROWS, 4),
         "all_greedy": False,
         **dict.fromkeys(flags, filters),

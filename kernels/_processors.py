@@ -100,6 +100,8 @@ def process(
     num_rules: Tensor,
     rules: Tensor,
     rule_prefixes: Tensor,
+    has_token_mask: Tensor,
+    token_masks: Tensor,
     min_positions: Tensor,
     eos_ids: Tensor,
     decay_starts: Tensor,
@@ -147,6 +149,9 @@ def process(
         logits,
         logits.stride(0),
         num_biases,
+        has_token_mask,
+        token_masks,
+        token_masks.stride(0),
         min_positions,
         eos_ids,
         eos_ids.stride(0),
@@ -177,6 +182,8 @@ def _(
     num_rules: Tensor,
     rules: Tensor,
     rule_prefixes: Tensor,
+    has_token_mask: Tensor,
+    token_masks: Tensor,
     min_positions: Tensor,
     eos_ids: Tensor,
     decay_starts: Tensor,
@@ -290,6 +297,9 @@ def _process(
     logits,
     logits_stride: tl.int64,
     num_biases,
+    has_token_mask,
+    token_masks,
+    masks_stride: tl.int64,
     min_positions,
     eos_ids,
     eos_stride,
@@ -332,6 +342,9 @@ def _process(
     x = tl.where((word & (_IS_BIASED - 1)) != 0, repeated, x)
     x -= count.to(tl.float32) * frequency + tl.where(count > 0, presence, 0.0)
     x = tl.where((word & _IS_BANNED) != 0, -INFINITY, x)
+    if tl.load(has_token_mask + row) != 0:
+        mask = tl.load(token_masks + row * masks_stride + (ids >> 5), mask=is_token, other=0)
+        x = tl.where(((mask >> (ids & 31)) & 1) != 0, x, -INFINITY)
     if length < tl.load(min_positions + row):
         for i in range(num_eos):
             x = tl.where(ids == tl.load(eos_ids + row * eos_stride + i), -INFINITY, x)

@@ -34,6 +34,8 @@ def process(
     num_rules: Tensor,
     rules: Tensor,
     rule_prefixes: Tensor,
+    has_token_mask: Tensor,
+    token_masks: Tensor,
     min_positions: Tensor,
     eos_ids: Tensor,
     decay_starts: Tensor,
@@ -44,9 +46,9 @@ def process(
 
     A row's history are its entries of `token_table` before the position of the new token. In this order: biases are
     added; tokens of the history get the repetition penalty, those of them behind the prompt the presence penalty (once)
-    and the frequency penalty (for each time); tokens that would repeat an n-gram, banned ones, and EOS ids that come
-    too early become -inf; where tokens are forced, these become 0 and all others -inf; invalid values are replaced; EOS
-    ids grow; suppressed tokens become -inf.
+    and the frequency penalty (for each time); tokens that would repeat an n-gram, banned ones, those that the row's
+    mask does not allow, and EOS ids that come too early become -inf; where tokens are forced, these become 0 and all
+    others -inf; invalid values are replaced; EOS ids grow; suppressed tokens become -inf.
 
     A rule is `(token, kind and length, position, bias)`: what happens to `token` at `position` (-1: at any) if the end
     of the history is the rule's prefix. The second field is `kind + 4 * length`, with kind 0 for a bias, 1 for a ban, 2
@@ -67,6 +69,8 @@ def process(
         num_rules: `[num_rows]` int32, all rules.
         rules: `[num_rows, max_rules, 4]` int32.
         rule_prefixes: `[num_rows, max_prefixes]` int32.
+        has_token_mask: `[num_rows]` int32; where 0, all tokens are allowed.
+        token_masks: `[num_rows, ceil(V / 32)]` int32. Bit `token % 32` of word `token // 32` is 1 where it is allowed.
         min_positions: `[num_rows]` int32; EOS ids come too early at positions below.
         eos_ids: `[num_rows, E]` int32, filled up with -1.
         decay_starts: `[num_rows]` int32. At positions beyond, EOS ids grow by `|score| * (2^(rate * distance) - 1)`.
@@ -93,6 +97,8 @@ def process(
         )
         score[_in_vocabulary(_repeating(history, int(no_repeat_ngram_size[row])), vocab_size)] = -torch.inf
         score[[token for token, _ in active[BAN]]] = -torch.inf
+        if has_token_mask[row]:
+            score[~_unpacked(token_masks[row], vocab_size)] = -torch.inf
         eos = _in_vocabulary(eos_ids[row][eos_ids[row] >= 0].long(), vocab_size)
         if position < min_positions[row]:
             score[eos] = -torch.inf
@@ -125,6 +131,8 @@ def _(
     num_rules: Tensor,
     rules: Tensor,
     rule_prefixes: Tensor,
+    has_token_mask: Tensor,
+    token_masks: Tensor,
     min_positions: Tensor,
     eos_ids: Tensor,
     decay_starts: Tensor,
@@ -170,6 +178,12 @@ def _repeating(history: Tensor, size: int) -> Tensor:
     ngrams = history.unfold(0, size, 1)
     end = history[len(history) - size + 1 :]
     return ngrams[(ngrams[:, :-1] == end).all(-1), -1]
+
+
+def _unpacked(mask: Tensor, vocab_size: int) -> Tensor:
+    """`[vocab_size]` bool from words of 32 bits."""
+    bits = mask[:, None] >> torch.arange(32, dtype=torch.int32, device=mask.device)
+    return (bits & 1).bool().flatten()[:vocab_size]
 
 
 def _in_vocabulary(tokens: Tensor, vocab_size: int) -> Tensor:

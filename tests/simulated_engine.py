@@ -144,7 +144,13 @@ class SimulatedEngine:
         self.blocks = SimulatedCache(num_blocks, kinds, share_blocks)
         self.limits = SchedulerLimits(max_batch_tokens, max_requests, safety_margin, max_decode_blocks * page_size)
         self.host_blocks = HostBlocks(num_host_blocks)
-        self.scheduler = Scheduler(policy, self.blocks, self.host_blocks, self.limits, StopChecker(lambda: None).check)
+        self.scheduler = Scheduler(
+            policy,
+            self.blocks,
+            self.host_blocks,
+            self.limits,
+            StopChecker(lambda: None, lambda criterion, tokens: criterion(tokens, None)).check,
+        )
         self.depth = depth
         self.copy_fails = copy_fails
         self.plans: list[BatchPlan] = []
@@ -389,7 +395,7 @@ class SimulatedEngine:
         state = self._rows[row.row]
         token = next_token(state.fingerprints[-1], state.seed) if state.fingerprints else VOCAB_SIZE
         state.tokens.append(token)
-        return SampledToken(token, None, is_valid=state.seed != BROKEN_SEED)
+        return SampledToken(token, None, "broken" if state.seed == BROKEN_SEED else None)
 
     # ------------------------------------------------------------------------------------------- checks
 

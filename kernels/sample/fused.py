@@ -33,6 +33,7 @@ from triton.language.extra.cuda import libdevice
 
 from cbtriton.kernels._jit import INTERPRETED
 from cbtriton.kernels._launch import INTERPRETER, ceil_div, launch, power_of_two, target_of
+from cbtriton.kernels._logprobs import token_logprobs
 from cbtriton.kernels._op import kernel_op
 from cbtriton.kernels._processors import (
     INFINITY,
@@ -46,7 +47,7 @@ from cbtriton.kernels._processors import (
     truncate,
 )
 
-__all__ = ["process", "sample", "truncate"]
+__all__ = ["process", "sample", "token_logprobs", "truncate"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +145,7 @@ def sample(
 
     tokens = torch.empty(size, dtype=torch.int64, device=device)
     logprobs = torch.empty(size, dtype=torch.float32, device=device)
-    valid = torch.empty(size, dtype=torch.bool, device=device)
+    outcomes = torch.empty(size, dtype=torch.int32, device=device)
     # Per row and block: peak of the scores, sum of exp(score - peak), the winner's place in the race, the winner.
     statistics = torch.empty(3, size, num_blocks, dtype=torch.float32, device=device)
     peaks, sums, finishes = statistics.unbind()
@@ -223,7 +224,7 @@ def sample(
         token_table.stride(0),
         tokens,
         logprobs,
-        valid,
+        outcomes,
         NUM_BLOCKS=num_blocks,
         PADDED_BLOCKS=power_of_two(num_blocks),
         NUM_ITEMS=num_items,
@@ -236,7 +237,7 @@ def sample(
         num_warps=choices.num_finish_warps if is_filtered else 1,
         enable_fp_fusion=False,
     )
-    return tokens, logprobs, valid
+    return tokens, logprobs, outcomes
 
 
 @sample.register_fake
@@ -263,7 +264,7 @@ def _(
     return (
         logits.new_empty(shape, dtype=torch.int64),
         logits.new_empty(shape, dtype=torch.float32),
-        logits.new_empty(shape, dtype=torch.bool),
+        logits.new_empty(shape, dtype=torch.int32),
     )
 
 
@@ -693,7 +694,7 @@ def _finish(
     table_stride: tl.int64,
     tokens,
     logprobs,
-    valid,
+    outcomes,
     NUM_BLOCKS: tl.constexpr,
     PADDED_BLOCKS: tl.constexpr,
     NUM_ITEMS: tl.constexpr,
@@ -760,5 +761,5 @@ def _finish(
             logprob += to_scores(x, tl.where(heat == 0, 1.0, heat)) - peak
     tl.store(tokens + sample_index, token.to(tl.int64))
     tl.store(logprobs + sample_index, logprob)
-    tl.store(valid + sample_index, is_usable)
+    tl.store(outcomes + sample_index, tl.where(is_usable, 0, tl.where(peak == -INFINITY, 1, 2)))
     tl.store(token_table + row.to(tl.int64) * table_stride + position, token)

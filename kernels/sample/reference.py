@@ -17,10 +17,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from cbtriton.kernels._logprobs_reference import token_logprobs
 from cbtriton.kernels._op import kernel_op
 from cbtriton.kernels._processors_reference import process, truncate
 
-__all__ = ["process", "sample", "truncate"]
+__all__ = ["process", "sample", "token_logprobs", "truncate"]
 
 _WORD_MASK = 0xFFFFFFFF
 _ROUNDS = 10
@@ -28,6 +29,8 @@ _ROUNDS = 10
 _BOUND_SLACK = 1 - 1e-3
 # Random numbers drawn at a time for rows without filters.
 _PIECE_NUMBERS = 1 << 16
+# Outcomes of a row.
+TOKEN, NOTHING_LEFT, UNUSABLE = range(3)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,13 +112,15 @@ def sample(
 
     Returns:
         `tokens [S]` int64; `logprobs [S]` fp32 under the processed distribution (greedy rows: the softmax of the logits
-        without suppressed EOS ids); `valid [S]` bool, False where a row's logits hold NaN or +inf or nothing finite
-        (its token is 0 then).
+        without suppressed EOS ids); `outcomes [S]` int32, 0 for a token, 1 where all of a row's logits are -inf, 2
+        where they hold NaN or +inf (its token is 0 then).
     """
     if use_min_length:
         logits = _suppress_eos(logits, positions < min_positions[rows], eos_ids[rows])
     best, tokens = logits.max(dim=-1)
     valid = torch.isfinite(best)
+    outcomes = torch.full_like(tokens, UNUSABLE, dtype=torch.int32)
+    outcomes.masked_fill_(best == -torch.inf, NOTHING_LEFT).masked_fill_(valid, TOKEN)
     logprobs = torch.zeros(len(logits), dtype=torch.float32, device=logits.device)
     is_greedy = valid if all_greedy else valid & (temperature[rows] == 0)
     if return_logprobs:
@@ -142,7 +147,7 @@ def sample(
                     logprobs[drawn] = drawn_logprobs
     tokens.masked_fill_(~valid, 0)
     token_table[rows, positions] = tokens.to(token_table.dtype)
-    return tokens, logprobs, valid
+    return tokens, logprobs, outcomes
 
 
 @sample.register_fake
@@ -169,7 +174,7 @@ def _(
     return (
         logits.new_empty(shape, dtype=torch.int64),
         logits.new_empty(shape, dtype=torch.float32),
-        logits.new_empty(shape, dtype=torch.bool),
+        logits.new_empty(shape, dtype=torch.int32),
     )
 
 

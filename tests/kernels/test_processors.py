@@ -47,6 +47,7 @@ class Row:
                 "additive": lambda v: self.additive_penalties,
                 "no_repeat_ngram_size": lambda v: generation.NoRepeatNGramLogitsProcessor(v),
                 "bad_words_ids": lambda v: generation.NoBadWordsLogitsProcessor(v, list(EOS)),
+                "allowed": lambda v: generation.PrefixConstrainedLogitsProcessor(lambda *_: v, 1),
                 "min_length": lambda v: generation.MinLengthLogitsProcessor(v, list(EOS)),
                 "forced": lambda v: self.forced,
                 "remove_invalid_values": lambda v: generation.InfNanRemoveLogitsProcessor(),
@@ -132,6 +133,8 @@ def process(implementation: Any, rows: list[Row], logits: Tensor) -> Tensor:
         column([len(request.rules()) for request in reversed(rows)], torch.int32),
         rules,
         prefixes,
+        column([int("allowed" in request.options) for request in reversed(rows)], torch.int32),
+        torch.stack([packed(request.options.get("allowed", [])) for request in reversed(rows)]),
         column(of("min_length", 0), torch.int32),
         column([[*EOS, -1]] * size, torch.int32),
         column(
@@ -146,6 +149,13 @@ def process(implementation: Any, rows: list[Row], logits: Tensor) -> Tensor:
     )
     torch.testing.assert_close(logits, before, rtol=0, atol=0, equal_nan=True)
     return scores
+
+
+def packed(allowed: list[int]) -> Tensor:
+    """A mask's words of 32 bits; bits behind the vocabulary are set."""
+    bits = [token in allowed or token >= VOCAB for token in range(-(-VOCAB // 32) * 32)]
+    words = [sum(bit << i for i, bit in enumerate(bits[start : start + 32])) for start in range(0, len(bits), 32)]
+    return torch.tensor(words, dtype=torch.int64).to(torch.int32)
 
 
 def truncate(implementation: Any, rows: list[Row], scores: Tensor, temperatures: list[float]) -> Tensor:
@@ -191,6 +201,7 @@ PROCESSORS = {
     "additive": (0.7, 0.4),
     "no_repeat_ngram_size": 2,
     "bad_words_ids": [[7], [1, 2], [2, 1, 130], [4], [3] * 9],
+    "allowed": [0, 1, 4, 31, 32, 63, 64, 130, 201, 202],
     "min_length": 20,
     "forced": [(5, [7])],
     "remove_invalid_values": True,
@@ -354,6 +365,8 @@ def test_operators_declare_what_they_do(implementation, opcheck) -> None:
             torch.ones(2, dtype=i32),
             rules,
             torch.zeros(2, 1, dtype=i32),
+            torch.tensor([0, 1], dtype=i32),
+            torch.full((2, -(-VOCAB // 32)), -2, dtype=i32),
             torch.full((2,), 3, dtype=i32),
             torch.full((2, 1), 4, dtype=i32),
             torch.full((2,), 1, dtype=i32),

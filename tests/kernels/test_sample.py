@@ -66,18 +66,18 @@ class Batch:
             self.return_logprobs,
         )
 
-    def run(self, implementation) -> tuple[list[int], Tensor, list[bool]]:
-        """Tokens, log-probabilities, validity; checks the result's types and that the table holds the tokens."""
+    def run(self, implementation) -> tuple[list[int], Tensor, list[int]]:
+        """Tokens, log-probabilities, outcomes; checks the result's types and that the table holds the tokens."""
         arguments = self.arguments()
         logits, rows, positions, table = arguments[:4]
         untouched = logits.clone()
-        tokens, logprobs, valid = implementation.sample(*arguments)
-        assert [tokens.dtype, logprobs.dtype, valid.dtype] == [torch.int64, torch.float32, torch.bool]
+        tokens, logprobs, outcomes = implementation.sample(*arguments)
+        assert [tokens.dtype, logprobs.dtype, outcomes.dtype] == [torch.int64, torch.float32, torch.int32]
         torch.testing.assert_close(logits, untouched, rtol=0, atol=0, equal_nan=True)
         expected_table = torch.full_like(table, -7)
         expected_table[rows, positions] = tokens.int()
         torch.testing.assert_close(table, expected_table, rtol=0, atol=0)
-        return tokens.tolist(), logprobs, valid.tolist()
+        return tokens.tolist(), logprobs, outcomes.tolist()
 
 
 def _processed(row: Tensor, temperature: float, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> Tensor:
@@ -116,8 +116,8 @@ def test_kept_sets_are_those_of_transformers(implementation, kind, vocab) -> Non
     logits = _random_logits(kind, len(combinations), vocab)
     top_k, top_p, min_p, temperature = (list(column) for column in zip(*combinations, strict=True))
     batch = Batch(logits, temperature, top_k, top_p, min_p, seeds=list(range(len(combinations))))
-    tokens, logprobs, valid = batch.run(implementation)
-    assert all(valid)
+    tokens, logprobs, outcomes = batch.run(implementation)
+    assert not any(outcomes)
     for i, (k, p, m, t) in enumerate(combinations):
         kept = _processed(logits[i], t, k, p, m)[0]
         # Which of equally likely tokens top-p removes first depends on the sort, so scores are compared, not ids.
@@ -247,9 +247,9 @@ def test_a_row_draws_the_same_within_a_padded_vocabulary(implementation) -> None
     padded = torch.full((size, vocab + 977), torch.nan)[:, : vocab + 900]
     padded.copy_(torch.nn.functional.pad(logits, (0, 900), value=-torch.inf))
     assert not padded.is_contiguous()
-    tokens, logprobs, valid = Batch(padded, **columns).run(implementation)
+    tokens, logprobs, outcomes = Batch(padded, **columns).run(implementation)
     assert tokens == expected
-    assert all(valid)
+    assert not any(outcomes)
     torch.testing.assert_close(logprobs, expected_logprobs, rtol=1e-5, atol=1e-5)
 
 
@@ -289,9 +289,9 @@ def test_tokens_are_those_of_the_reference(implementation, dtype, vocab, spread)
     logits = (torch.randn(6, vocab, generator=torch.Generator().manual_seed(3)) * spread).to(dtype)
     batch = Batch(logits, **columns)
     expected, expected_logprobs, _ = batch.run(reference)
-    tokens, logprobs, valid = batch.run(implementation)
+    tokens, logprobs, outcomes = batch.run(implementation)
     assert tokens == expected
-    assert all(valid)
+    assert not any(outcomes)
     torch.testing.assert_close(logprobs, expected_logprobs, rtol=1e-5, atol=2e-5)
 
 
@@ -334,17 +334,17 @@ def test_of_equal_tokens_top_p_keeps_the_higher_ids(implementation) -> None:
 def test_tiny_temperatures_overflow_nothing(implementation) -> None:
     logits = _random_logits("normal", 3, 40)
     batch = Batch(logits, [1e-6] * 3, top_k=[0, 5, 0], top_p=[1.0, 1.0, 0.9])
-    tokens, logprobs, valid = batch.run(implementation)
+    tokens, logprobs, outcomes = batch.run(implementation)
     assert tokens == logits.argmax(-1).tolist()
     assert logprobs.tolist() == [0.0] * 3
-    assert all(valid)
+    assert not any(outcomes)
 
 
 def test_no_rows(implementation) -> None:
     arguments = list(Batch(torch.zeros(1, 9), [1.0], top_k=[2]).arguments())
     arguments[0], arguments[1], arguments[2] = torch.zeros(0, 9), arguments[1][:0], arguments[2][:0]
-    tokens, logprobs, valid = implementation.sample(*arguments)
-    assert [len(tokens), len(logprobs), len(valid)] == [0, 0, 0]
+    tokens, logprobs, outcomes = implementation.sample(*arguments)
+    assert [len(tokens), len(logprobs), len(outcomes)] == [0, 0, 0]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -354,10 +354,10 @@ def test_greedy_takes_the_first_of_the_best(implementation, dtype, return_logpro
     logits[0, [17, 18, 400]] = 9
     logits[1, 499] = 9
     batch = Batch(logits, [0.0] * 6, return_logprobs=return_logprobs)
-    tokens, logprobs, valid = batch.run(implementation)
+    tokens, logprobs, outcomes = batch.run(implementation)
     assert tokens[:2] == [17, 499]
     assert tokens == logits.float().argmax(-1).tolist()
-    assert all(valid)
+    assert not any(outcomes)
     expected = logits.float().log_softmax(-1).amax(-1) if return_logprobs else torch.zeros(6)
     torch.testing.assert_close(logprobs, expected)
 
@@ -385,13 +385,13 @@ def test_every_eos_is_suppressed_until_the_minimum_length(implementation, temper
         min_positions=[10, 10, 0],
         eos_ids=[[11, 4, 99], [11, 4, -1], [11, 4, -1]],
     )
-    tokens, logprobs, valid = batch.run(implementation)
+    tokens, logprobs, outcomes = batch.run(implementation)
     assert tokens[0] == 20
     assert {tokens[1], tokens[2]} <= {4, 11}
     assert logprobs[0] > -1e-3
-    assert all(valid)
+    assert not any(outcomes)
     only_eos = replace(batch, logits=torch.full_like(logits, -torch.inf).index_fill(1, torch.tensor([4]), 1.0))
-    assert only_eos.run(implementation)[2] == [False, True, True]
+    assert only_eos.run(implementation)[2] == [1, 0, 0]
 
 
 @pytest.mark.parametrize("filters", [{}, {"top_k": [3] * 6}, {"top_p": [0.9] * 6, "min_p": [0.1] * 6}])
@@ -403,8 +403,8 @@ def test_unusable_rows_are_reported_and_harm_nobody(implementation, temperatures
     logits[1, 7] = torch.nan
     logits[3] = -torch.inf
     logits[4, 7] = torch.inf
-    tokens, logprobs, valid = replace(good, logits=logits).run(implementation)
-    assert valid == [True, False, True, False, False, True]
+    tokens, logprobs, outcomes = replace(good, logits=logits).run(implementation)
+    assert outcomes == [0, 2, 0, 1, 2, 0]
     for i in (0, 2, 5):
         assert tokens[i] == expected[i]
         assert logprobs[i] == expected_logprobs[i]

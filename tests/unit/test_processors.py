@@ -22,7 +22,15 @@ from cbtriton.step_inputs import SampleFeatures, StepInputsWriter
 VOCAB, MAX_LEN, MAX_NEW = 64, 48, 12
 EOS = [5, 9]
 LAYOUT = CacheLayout.of([CachedLayer(window=0, key_bytes=32, value_bytes=32)], 16)
-LIMITS = RequestLimits(vocab_size=VOCAB, max_model_len=MAX_LEN, cache_layout=LAYOUT, num_blocks=16)
+LIMITS = RequestLimits(
+    vocab_size=VOCAB,
+    max_model_len=MAX_LEN,
+    cache_layout=LAYOUT,
+    num_blocks=16,
+    logprobs=None,
+    per_request_processors=True,
+    drop_unsupported=False,
+)
 
 
 @pytest.fixture(scope="module")
@@ -44,8 +52,8 @@ def parameters(options, kwargs, prompt_length, max_new_tokens=MAX_NEW):
         kwargs=kwargs,
         ordinal=0,
         engine_seed=7,
-        per_request_processors=True,
         limits=LIMITS,
+        warn=pytest.fail,
     )
 
 
@@ -64,7 +72,7 @@ class Device:
     """A request table, and the reference kernels on it."""
 
     def __init__(self, num_rows=3):
-        self.table = RequestTable(num_rows, MAX_LEN, 1, 2, torch.device("cpu"))
+        self.table = RequestTable(num_rows, MAX_LEN, 1, 2, VOCAB, torch.device("cpu"))
         self.writer = StepInputsWriter(self.table, VOCAB, torch.device("cpu"))
 
     def start(self, row, history, prompt_length, sampling, eos):
@@ -90,6 +98,8 @@ class Device:
             table.num_rules,
             table.rules,
             table.rule_prefixes,
+            table.has_token_mask,
+            table.token_masks,
             table.min_positions,
             table.eos_ids,
             table.decay_starts,

@@ -95,8 +95,8 @@ def test_num_blocks_holds_what_can_be_used(settings, hints, blocks):
 
 
 def tables(requests: int, length: int, width: int) -> int:
-    """Bytes of the tokens, blocks and parameters of so many requests and a row of padding."""
-    return (requests + 1) * (4 * (length + 1 + width) + 12_544)
+    """Bytes of the tokens, blocks, parameters and masks of 100 tokens of so many requests and a row of padding."""
+    return (requests + 1) * (4 * (length + 1 + width) + 12_544 + 16)
 
 
 def total(config: EngineConfig) -> int:
@@ -507,7 +507,7 @@ def test_plain_settings_are_passed_on_and_the_config_is_left_alone():
     resolved = resolve(config, WorkloadHints(), FACTS, has_logits_processing=False, scheduler_types=SCHEDULERS)
     assert config == before
     assert not resolved.share_blocks
-    assert resolved.return_logprobs
+    assert resolved.logprobs == "processed"
     assert resolved.max_queue_size == 4
     assert resolved.per_request_processors
     assert not resolved.drop_unsupported_processors

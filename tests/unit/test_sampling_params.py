@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+from dataclasses import replace
 
 import pytest
 import torch
@@ -24,7 +25,15 @@ from cbtriton.sampling import (
 
 VOCAB = 128
 LAYOUT = CacheLayout.of([CachedLayer(window=0, key_bytes=32, value_bytes=32)], 16)
-LIMITS = RequestLimits(vocab_size=VOCAB, max_model_len=100, cache_layout=LAYOUT, num_blocks=7)
+LIMITS = RequestLimits(
+    vocab_size=VOCAB,
+    max_model_len=100,
+    cache_layout=LAYOUT,
+    num_blocks=7,
+    logprobs=None,
+    per_request_processors=True,
+    drop_unsupported=False,
+)
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +67,7 @@ def read(generation_config=None, drop_unsupported=False, model_eos=None, warning
 
 def parameters(defaults=None, prompt_length=10, max_new_tokens=None, eos_token_id=None, **changes):
     kwargs = changes.pop("kwargs", {})
-    settings = {"ordinal": 0, "engine_seed": 7, "per_request_processors": True, "limits": LIMITS} | changes
+    settings = {"ordinal": 0, "engine_seed": 7, "limits": LIMITS, "warn": pytest.fail} | changes
     return request_parameters(
         defaults or read(),
         prompt_length=prompt_length,
@@ -436,13 +445,13 @@ def test_a_bad_request_argument_is_refused_by_name(kwargs, error, message):
 def test_sampling_arguments_need_per_request_processors(name):
     value = name == "do_sample" or 1
     with pytest.raises(ValueError, match=rf"{name}.*per_request_processors=True"):
-        parameters(kwargs={name: value}, per_request_processors=False)
-    parameters(kwargs={name: None}, per_request_processors=False)
+        parameters(kwargs={name: value}, limits=replace(LIMITS, per_request_processors=False))
+    parameters(kwargs={name: None}, limits=replace(LIMITS, per_request_processors=False))
 
 
 def test_the_other_arguments_are_always_allowed():
     kwargs = {"seed": 3, "min_new_tokens": 2, "stop_sequences": [[1, 2], (3,)], "stop_strings": "end"}
-    params, stop = parameters(kwargs=kwargs, per_request_processors=False)
+    params, stop = parameters(kwargs=kwargs, limits=replace(LIMITS, per_request_processors=False))
     assert (params.seed, params.min_new_tokens) == (3, 2)
     assert stop.stop_sequences == ((1, 2), (3,))
     assert stop.stop_strings == ("end",)

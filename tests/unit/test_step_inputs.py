@@ -14,7 +14,7 @@ GREEDY = SampleFeatures(all_greedy=True, use_top_k=False, use_top_p=False, use_m
 
 
 def writer(num_rows: int = 3) -> StepInputsWriter:
-    return StepInputsWriter(RequestTable(num_rows, 16, 1, 2, torch.device("cpu")), 100, torch.device("cpu"))
+    return StepInputsWriter(RequestTable(num_rows, 16, 1, 2, 100, torch.device("cpu")), 100, torch.device("cpu"))
 
 
 def columns(inputs: StepInputs) -> list[list[int]]:
@@ -48,7 +48,7 @@ def test_a_step_of_padding_only_touches_the_row_of_no_request() -> None:
 
 
 def test_the_row_of_no_request_lies_behind_those_of_requests() -> None:
-    table = RequestTable(3, 16, 2, 5, torch.device("cpu"))
+    table = RequestTable(3, 16, 2, 5, 100, torch.device("cpu"))
     assert table.padding_row == 3
     assert {len(column) for column in (table.token_table, table.temperature, table.eos_ids)} == {4}
     assert table.block_tables.shape == (2, 4, 5)

@@ -169,6 +169,10 @@ def no_tokenizer():
     pytest.fail("asked for a tokenizer that nobody needs")
 
 
+def no_criterion(criterion, token_ids):
+    pytest.fail("asked a criterion that nobody has")
+
+
 @pytest.mark.parametrize(
     ("generated", "rules", "expected"),
     [
@@ -181,11 +185,11 @@ def no_tokenizer():
     ],
 )
 def test_a_tokenizer_is_asked_for_only_where_stop_strings_decide(generated, rules, expected):
-    assert StopChecker(no_tokenizer).check(make_request(generated, **rules)) == expected
+    assert StopChecker(no_tokenizer, no_criterion).check(make_request(generated, **rules)) == expected
 
 
 def test_stop_strings_end_a_request_and_hold_back_what_may_begin_one():
-    checker = StopChecker(lambda: PieceTokenizer(["ab", "c", "d"]))
+    checker = StopChecker(lambda: PieceTokenizer(["ab", "c", "d"]), no_criterion)
 
     def check(generated, *, streaming):
         return checker.check(make_request(generated, streaming=streaming, stop_strings=("cd",)))
@@ -199,7 +203,23 @@ def test_stop_strings_end_a_request_and_hold_back_what_may_begin_one():
 
 
 def test_one_requests_stop_strings_do_not_stop_another():
-    checker = StopChecker(lambda: PieceTokenizer(["ab", "cd"]))
+    checker = StopChecker(lambda: PieceTokenizer(["ab", "cd"]), no_criterion)
     assert checker.check(make_request([0, 1], stop_strings=("cd",))).finish_reason == "eos"
     assert checker.check(make_request([0, 1], stop_strings=("ce",))).finish_reason is None
     assert checker.check(make_request([0, 1])).finish_reason is None
+
+
+def test_criteria_see_prompt_and_output_and_are_asked_only_where_nothing_else_ends_the_request():
+    asked = []
+
+    def is_met(criterion, token_ids):
+        asked.append(token_ids)
+        return criterion(token_ids, None)
+
+    checker = StopChecker(no_tokenizer, is_met)
+    ends_with_three = (lambda ids, _: False, lambda ids, _: ids[-1] == 3)
+    assert checker.check(make_request([5, 2], criteria=ends_with_three)) == StopDecision(None, 2)
+    assert checker.check(make_request([5, 3], criteria=ends_with_three)) == StopDecision("eos", 2)
+    assert asked == [[1, 5, 2]] * 2 + [[1, 5, 3]] * 2
+    assert checker.check(make_request([5, 3], criteria=ends_with_three, max_new_tokens=2)) == StopDecision("length", 2)
+    assert len(asked) == 4
