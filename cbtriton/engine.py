@@ -277,8 +277,8 @@ class Engine:
     def _count_host_rows(self, number: int) -> None:
         if number > 0 and self._stats.host_processed_tokens == 0:
             _logger.warning(
-                "requests with logits processors or token masks of their own are served one after the other on the "
-                "host, which is slow; stats().host_processed_tokens counts how often"
+                "logits processors and token masks that requests bring along run on the host, one after the other; "
+                "stats().host_processed_tokens counts their tokens"
             )
         self._stats.host_processed_tokens += number
 
