@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 from cbtriton.block_manager import NULL_BLOCK, BlockManager, Bundle
 from cbtriton.cache_layout import CacheLayout, GroupKind
-from cbtriton.plan import BatchPlan, SampledToken, ScheduledRow, StepResult
-from cbtriton.request import GenerationOutput, Request, RequestStatus, SamplingParams, StopRules
+from cbtriton.plan import BatchPlan, SampledToken, ScheduledRow, ScoredPrompt, StepResult
+from cbtriton.request import GenerationOutput, HostProcessing, Request, RequestStatus, SamplingParams, StopRules
 from cbtriton.scheduler import FIFO, Scheduler, SchedulerLimits, SchedulingPolicy
 from cbtriton.stopping import StopChecker
 from cbtriton.swap import HostBlocks
@@ -36,6 +36,16 @@ def fingerprints(token_ids: Sequence[int]) -> list[int]:
 def next_token(fingerprint: int, seed: int) -> int:
     """The model and its sampler."""
     return ((fingerprint + 7919 * seed) * 2_654_435_761 >> 16) % VOCAB_SIZE
+
+
+def score(fingerprint: int, target: int) -> float:
+    """Stands for a log-probability of a token of a prompt."""
+    return -float((fingerprint + target) % 1009)
+
+
+def prompt_scores(request: Request) -> list[float]:
+    """What a request that asks for them gets."""
+    return list(map(score, fingerprints(request.prompt_ids), request.prompt_ids[1:]))
 
 
 def answer(request: Request) -> list[int]:
@@ -186,13 +196,16 @@ class SimulatedEngine:
         streaming: bool = False,
         salt: str | None = None,
         parent_id: str | None = None,
+        has_functions: bool = False,
+        is_scored: bool = False,
     ) -> Request:
         """Adds a request that fits, as the manager makes sure."""
         assert len(prompt) + max_new_tokens - 1 <= self.capacity
+        host = HostProcessing(processors=(lambda token_ids, scores: scores,)) if has_functions else None
         request = Request(
             request_id,
             list(prompt),
-            SamplingParams(seed=seed),
+            SamplingParams(seed=seed, host=host, prompt_logprobs=is_scored and parent_id is None),
             StopRules(max_new_tokens, frozenset({EOS}) if eos else frozenset()),
             streaming=streaming,
             cache_salt=salt,
@@ -296,7 +309,10 @@ class SimulatedEngine:
             self._write(row, owners)
         for row in plan.rows:
             self._read(row)
-        return StepResult(tuple(self._sample(row) for row in plan.rows if row.samples), tuple(failed_swaps))
+        self._check_host_rows(plan)
+        scores = tuple(self._score(plan, scored) for scored in plan.scored_prompts)
+        sampled = tuple(self._sample(row) for row in plan.rows if row.samples)
+        return StepResult(sampled, tuple(failed_swaps), scores)
 
     def _swap_out(self, plan: BatchPlan) -> list[str]:
         failed = []
@@ -391,6 +407,27 @@ class SimulatedEngine:
         assert entry is not None, f"position {position} of row {row} is read in group {group}, and nobody wrote it"
         return entry
 
+    def _check_host_rows(self, plan: BatchPlan) -> None:
+        sampling = [row for row in plan.rows if row.samples]
+        by_index = {host_row.sample_index: host_row for host_row in plan.host_rows}
+        for index, row in enumerate(sampling):
+            request = self.scheduler._requests[row.request_id]
+            assert (index in by_index) == (request.sampling.host is not None)
+            if index in by_index:
+                host_row, state = by_index[index], self._rows[row.row]
+                assert (host_row.row, host_row.token_ids) == (row.row, state.tokens), "a function sees another history"
+                assert host_row.prompt_length == state.prompt_length
+
+    def _score(self, plan: BatchPlan, scored: ScoredPrompt) -> tuple[float, ...]:
+        row = plan.rows[scored.row_index]
+        values = self._rows[row.row].fingerprints
+        assert scored.start == row.start
+        assert 0 < len(scored.target_ids) <= row.count
+        # Nothing where the row read nonsense: the row is about to be dropped.
+        return tuple(
+            score(values[scored.start + i], target) if values else 0.0 for i, target in enumerate(scored.target_ids)
+        )
+
     def _sample(self, row: ScheduledRow) -> SampledToken:
         state = self._rows[row.row]
         token = next_token(state.fingerprints[-1], state.seed) if state.fingerprints else VOCAB_SIZE
@@ -451,4 +488,6 @@ class SimulatedEngine:
             else:
                 assert request.status == RequestStatus.FINISHED, request.error
                 assert request.generated == expected, f"{request.request_id} got other tokens than alone"
+                if request.sampling.prompt_logprobs:
+                    assert request.prompt_logprobs == prompt_scores(request)
                 assert request.finish_reason == ("eos" if EOS in expected and request.stop.eos_token_ids else "length")

@@ -65,6 +65,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         seed=st.sampled_from([0, 0, 1, 2]),
         eos=st.booleans(),
         salt=SALTS,
+        has_functions=st.sampled_from([False, False, True]),
+        is_scored=st.sampled_from([False, False, True]),
     )
     def add(self, beginning, length, ending, max_new_tokens, number, size, **options) -> None:
         capacity = self.engine.capacity
