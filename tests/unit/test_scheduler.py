@@ -13,7 +13,7 @@ import pytest
 from cbtriton import block_manager
 from cbtriton.plan import Idle, SampledToken, StepResult
 from cbtriton.request import RequestStatus
-from cbtriton.scheduler import FIFO, PREFILL_FIRST, PolicyRegistry, SchedulingPolicy
+from cbtriton.scheduler import FIFO, PREFILL_FIRST, PolicyRegistry, SchedulingPolicy, _Draft, _Share
 
 DEPTHS = pytest.mark.parametrize("depth", [0, 1])
 
@@ -697,3 +697,30 @@ def test_any_order_of_the_running_requests_is_safe(simulation, depth):
         engine.add(f"r{index}", prompt(7, kind=index % 4), max_new_tokens=12)
     engine.run()
     assert engine.scheduler.counters.preemptions > 0
+
+
+@DEPTHS
+@pytest.mark.parametrize("num_host_blocks", [0, 100])
+def test_a_prompt_that_is_preempted_while_it_is_scored_loses_and_repeats_no_score(simulation, depth, num_host_blocks):
+    for num_steps in range(1, 8):
+        engine = simulation.SimulatedEngine(
+            depth=depth, max_batch_tokens=5, page_size=2, num_blocks=40, num_host_blocks=num_host_blocks
+        )
+        engine.add("old", prompt(3), max_new_tokens=20)
+        request = engine.add("scored", prompt(17, kind=2), is_scored=True)
+        for _ in range(num_steps):
+            engine.step()
+        if request.row is not None:
+            engine.scheduler._preempt(request, _Draft(budget=0))
+        engine.run()
+        assert request.prompt_logprobs == simulation.prompt_scores(request)
+
+
+def test_a_share_that_is_withdrawn_gives_back_what_it_took(simulation):
+    engine = simulation.SimulatedEngine()
+    request = engine.add("a", prompt(9), is_scored=True)
+    draft = _Draft(budget=20, scored_budget=10)
+    draft.grant(_Share(request, 0, 0, 9, 8, None))
+    assert (draft.room(request), draft.budget) == (2, 11)
+    draft.withdraw("a")
+    assert (draft.room(request), draft.budget) == (10, 20)
