@@ -54,14 +54,14 @@ class HostProcessor:
             rows: The rows.
 
         Returns:
-            Why scores stayed as they were, by their rows' index.
+            Why rows have no scores, by their index.
         """
         errors: dict[int, str] = {}
         for row in rows:
             if not row.processing.processors:
                 continue
             token_ids = torch.tensor([row.token_ids], device=self._device)
-            score = scores[row.sample_index : row.sample_index + 1].clone()
+            score = scores[row.sample_index : row.sample_index + 1]
             try:
                 for processor in row.processing.processors:
                     score = _checked(processor, processor(token_ids, score), self._vocab_size)

@@ -44,7 +44,8 @@ def assert_logprobs(output, expected, num_top):
         torch.testing.assert_close(torch.tensor(list(likeliest.values())), row[list(likeliest)], rtol=0, atol=1e-4)
 
 
-SAMPLED = {"do_sample": True, "temperature": 2.5, "top_k": 30, "top_p": 0.9, "seed": 3}
+# Few tokens are left: fewer than some ask for.
+SAMPLED = {"do_sample": True, "temperature": 2.5, "top_k": 30, "top_p": 0.7, "seed": 3}
 FILTERED = SAMPLED | {"min_p": 0.02, "typical_p": 0.8, "repetition_penalty": 1.3}
 SUPPRESSED = {"eos_token_id": EOS, "min_new_tokens": 20, "suppress_tokens": [1, 2]}
 COURSES = [
