@@ -215,23 +215,23 @@ def truncate(
     for score, row in zip(scores, rows.tolist(), strict=True):
         if not is_truncated[row] or not score.amax().isfinite():
             continue
-        scaled = score / temperature[row]
-        if top_h[row] > 0:
-            _keep_top_h(scaled, top_h[row])
-        if 0 < top_k[row] < len(scaled):
-            scaled[scaled < scaled.topk(int(top_k[row])).values[-1]] = -torch.inf
-        if top_p[row] < 1:
-            _keep_top_p(scaled, top_p[row])
-        if min_p[row] > 0:
-            scaled[(scaled - scaled.amax()).exp() < min_p[row].clamp(max=1)] = -torch.inf
-        if typical_p[row] < 1:
-            _keep_typical(scaled, typical_p[row])
-        if epsilon_cutoff[row] > 0:
-            _cut_off(scaled, epsilon_cutoff[row])
-        if eta_cutoff[row] > 0:
-            entropy = torch.distributions.Categorical(logits=scaled).entropy()
-            _cut_off(scaled, torch.minimum(eta_cutoff[row], eta_cutoff[row].sqrt() * (-entropy).exp()))
-        score[scaled == -torch.inf] = -torch.inf
+        filters = (
+            (top_h[row], top_h[row] > 0, _keeps_top_h),
+            (top_k[row], top_k[row] > 0, _keeps_top_k),
+            (top_p[row], top_p[row] < 1, _keeps_top_p),
+            (min_p[row], min_p[row] > 0, _keeps_min_p),
+            (typical_p[row], typical_p[row] < 1, _keeps_typical),
+            (epsilon_cutoff[row], epsilon_cutoff[row] > 0, _keeps_above_epsilon),
+            (eta_cutoff[row], eta_cutoff[row] > 0, _keeps_above_eta),
+        )
+        # Each filter sees what the ones before it kept, which is little behind top-h or top-k.
+        ids = (score > -torch.inf).nonzero().squeeze(1)
+        scaled = score.index_select(0, ids) / temperature[row]
+        for value, is_on, keeps in filters:
+            if is_on:
+                kept = keeps(scaled, value).nonzero().squeeze(1)
+                ids, scaled = ids.index_select(0, kept), scaled.index_select(0, kept)
+        score.masked_fill_(torch.ones_like(score, dtype=torch.bool).index_fill_(0, ids, False), -torch.inf)
 
 
 @truncate.register_fake
@@ -250,33 +250,51 @@ def _(
 ) -> None: ...
 
 
-def _keep_top_h(scaled: Tensor, share: Tensor) -> None:
-    best, ids = scaled.sort(descending=True, stable=True)
-    best, ids = best[:TOP_H_TOKENS], ids[:TOP_H_TOKENS]
-    entropies = torch.special.entr(best.softmax(-1))
-    is_kept = entropies.cumsum(-1) <= entropies.sum() * share
-    is_kept &= best > -torch.inf
-    is_kept[0] = True
-    kept = scaled[ids[is_kept]]
-    scaled.fill_(-torch.inf)[ids[is_kept]] = kept
+# Filters: which of the scores `[C]` at the temperature, finite and in order of token id, are kept.
 
 
-def _keep_top_p(scaled: Tensor, top_p: Tensor) -> None:
-    ascending, ids = scaled.sort(stable=True)
-    cumulative = (ascending - ascending[-1]).exp().cumsum(-1, dtype=torch.float64)
-    is_removed = (cumulative / cumulative[-1]).float() <= 1 - top_p
-    is_removed[-1] = False
-    scaled[ids[is_removed]] = -torch.inf
+def _keeps_top_h(scaled: Tensor, share: Tensor) -> Tensor:
+    least = scaled.topk(min(TOP_H_TOKENS, len(scaled))).values[-1]
+    candidates = (scaled >= least).nonzero().squeeze(1)
+    best, order = scaled[candidates].sort(descending=True, stable=True)
+    entropies = torch.special.entr(best[:TOP_H_TOKENS].softmax(-1))
+    number = max(int((entropies.cumsum(-1) <= entropies.sum() * share).sum()), 1)
+    return torch.zeros_like(scaled, dtype=torch.bool).index_fill_(0, candidates[order[:number]], True)
 
 
-def _keep_typical(scaled: Tensor, mass: Tensor) -> None:
+def _keeps_top_k(scaled: Tensor, top_k: Tensor) -> Tensor:
+    return scaled >= scaled.topk(min(int(top_k), len(scaled))).values[-1]
+
+
+def _keeps_top_p(scaled: Tensor, top_p: Tensor) -> Tensor:
+    weights = (scaled - scaled.amax()).exp_()
+    # Tokens below this have less than 1 - top_p together, so all of them go. Rounding must not add to them.
+    is_kept = weights >= weights.sum() * (1 - top_p) / len(weights) * (1 - 1e-3)
+    removed_mass = weights.masked_fill(is_kept, 0).sum(dtype=torch.float64)
+    candidates = is_kept.nonzero().squeeze(1)
+    order = scaled[candidates].argsort(stable=True)
+    cumulative = weights[candidates[order]].cumsum(-1, dtype=torch.float64) + removed_mass
+    number_removed = int(((cumulative / cumulative[-1]).float()[:-1] <= 1 - top_p).sum())
+    return is_kept.index_fill_(0, candidates[order[:number_removed]], False)
+
+
+def _keeps_min_p(scaled: Tensor, min_p: Tensor) -> Tensor:
+    return (scaled - scaled.amax()).exp_() >= min_p.clamp(max=1)
+
+
+def _keeps_typical(scaled: Tensor, mass: Tensor) -> Tensor:
     logprobs = scaled.log_softmax(-1)
-    entropy = torch.special.entr(logprobs.exp()).sum()
-    distances, ids = (-logprobs - entropy).abs().sort(stable=True)
-    cumulative = logprobs[ids].exp().cumsum(-1, dtype=torch.float64)
-    last = min(int((cumulative < mass).sum()), len(ids) - 1)
-    scaled[ids[distances > distances[last]]] = -torch.inf
+    probs = logprobs.exp()
+    distances = (logprobs + torch.special.entr(probs).sum()).abs_()
+    ascending, order = distances.sort()
+    cumulative = probs[order].cumsum(-1, dtype=torch.float64)
+    return distances <= ascending[min(int((cumulative < mass).sum()), len(order) - 1)]
 
 
-def _cut_off(scaled: Tensor, least: Tensor) -> None:
-    scaled[(scaled.softmax(-1) < least) & (scaled < scaled.amax())] = -torch.inf
+def _keeps_above_epsilon(scaled: Tensor, epsilon: Tensor) -> Tensor:
+    return (scaled.softmax(-1) >= epsilon) | (scaled == scaled.amax())
+
+
+def _keeps_above_eta(scaled: Tensor, eta: Tensor) -> Tensor:
+    entropy = torch.special.entr(scaled.softmax(-1)).sum()
+    return _keeps_above_epsilon(scaled, torch.minimum(eta, eta.sqrt() * (-entropy).exp()))
