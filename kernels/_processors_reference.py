@@ -15,6 +15,8 @@ from cbtriton.kernels._op import kernel_op
 
 # Kinds of rules, and the fields of one; see `process`.
 BIAS, BAN, FORCE, SUPPRESS = range(4)
+# What invalid values become, and what scores grow up to.
+LARGEST = torch.finfo(torch.float32).max
 # Tokens that top-h looks at.
 TOP_H_TOKENS = 100
 
@@ -69,7 +71,8 @@ def process(
         rule_prefixes: `[num_rows, max_prefixes]` int32.
         min_positions: `[num_rows]` int32; EOS ids come too early at positions below.
         eos_ids: `[num_rows, E]` int32, filled up with -1.
-        decay_starts: `[num_rows]` int32. At positions beyond, EOS ids grow by `|score| * (2^(rate * distance) - 1)`.
+        decay_starts: `[num_rows]` int32. At positions beyond, EOS ids grow by `|score| * (2^(rate * distance) - 1)`,
+            up to the largest number.
         decay_rates: `[num_rows]` fp32, base-2 logarithms of the factors.
         remove_invalid: `[num_rows]` int32; where not 0, NaN becomes 0, and infinities the largest numbers there are.
 
@@ -100,12 +103,12 @@ def process(
             score.fill_(-torch.inf)
             score[[token for token, _ in active[FORCE]]] = 0.0
         if remove_invalid[row]:
-            largest = torch.finfo(torch.float32).max
-            score.nan_to_num_(nan=0.0, posinf=largest, neginf=-largest)
+            score.nan_to_num_(nan=0.0, posinf=LARGEST, neginf=-LARGEST)
         distance = position - int(decay_starts[row])
         if distance > 0:
-            growth = score[eos].abs() * (math.pow(2.0, float(decay_rates[row]) * distance) - 1)
-            score[eos] += growth.where(score[eos].isfinite(), 0.0)
+            growing = eos[score[eos].isfinite()]
+            growth = score[growing].abs() * (math.pow(2.0, float(decay_rates[row]) * distance) - 1)
+            score[growing] = (score[growing] + growth).clamp(max=LARGEST)
         score[[token for token, _ in active[SUPPRESS]]] = -torch.inf
     return scores
 
@@ -139,15 +142,16 @@ def _active_rules(
 ) -> tuple[list[tuple[int, float]], ...]:
     """Tokens and biases of the rules that hold at the end of `history`, by kind."""
     active: tuple[list[tuple[int, float]], ...] = ([], [], [], [])
-    biases = rules[:, 3].view(torch.float32)
+    rules = rules[: int(number)]
+    kinds, lengths = rules[:, 1] % 4, rules[:, 1] // 4
+    found, wanted = history.tolist(), prefixes[: int(lengths.sum())].tolist()
+    columns = (rules[:, 0], kinds, lengths, rules[:, 2], rules[:, 3].view(torch.float32))
     start = 0
-    for i, (token, kind_and_length, position, _) in enumerate(rules[: int(number)].tolist()):
-        kind, length = kind_and_length % 4, kind_and_length // 4
-        prefix = prefixes[start : start + length]
+    for token, kind, length, position, bias in zip(*(column.tolist() for column in columns), strict=True):
+        is_here = position in (-1, len(found)) and length <= len(found)
+        if is_here and found[len(found) - length :] == wanted[start : start + length]:
+            active[kind].append((token, bias))
         start += length
-        is_here = position in (-1, len(history))
-        if is_here and length <= len(history) and history[len(history) - length :].equal(prefix.long()):
-            active[kind].append((token, float(biases[i])))
     return active
 
 
@@ -159,8 +163,8 @@ def _penalise(
         seen = _in_vocabulary(history, vocab_size).unique()
         score[seen] = torch.where(score[seen] < 0, score[seen] * repetition, score[seen] / repetition)
     if presence != 0 or frequency != 0:
-        counts = _in_vocabulary(history[prompt_length:], vocab_size).bincount(minlength=vocab_size)
-        score -= (counts * frequency + (counts > 0) * presence).to(torch.float32)
+        tokens, counts = _in_vocabulary(history[prompt_length:], vocab_size).unique(return_counts=True)
+        score[tokens] -= (counts * frequency + presence).to(torch.float32)
 
 
 def _repeating(history: Tensor, size: int) -> Tensor:
@@ -226,7 +230,7 @@ def truncate(
         )
         # Each filter sees what the ones before it kept, which is little behind top-h or top-k.
         ids = (score > -torch.inf).nonzero().squeeze(1)
-        scaled = score.index_select(0, ids) / temperature[row]
+        scaled = (score.index_select(0, ids) / temperature[row]).clamp_(-LARGEST, LARGEST)
         for value, is_on, keeps in filters:
             if is_on:
                 kept = keeps(scaled, value).nonzero().squeeze(1)
