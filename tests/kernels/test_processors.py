@@ -270,7 +270,7 @@ def random_options(chance: random.Random, tokens: tuple[int, ...], length: int) 
         "no_repeat_ngram_size": lambda: chance.randint(1, 5),
         "bad_words_ids": lambda: [words for words in sequences() if words not in ([token] for token in EOS)] + [[2]],
         "min_length": lambda: chance.randint(1, MAX_LEN),
-        "forced": lambda: [(length - chance.randrange(2), chance.choice(([2], [2, 77])))],
+        "forced": lambda: [(length - chance.randrange(2), [2])],
         "remove_invalid_values": lambda: True,
         "decay": lambda: (chance.randrange(9), chance.uniform(1.0, 1.01)),
         "suppress_tokens": lambda: some(5),
