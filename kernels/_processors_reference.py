@@ -161,7 +161,8 @@ def _penalise(
     vocab_size = len(score)
     if repetition != 1:
         seen = _in_vocabulary(history, vocab_size).unique()
-        score[seen] = torch.where(score[seen] < 0, score[seen] * repetition, score[seen] / repetition)
+        x = score[seen]
+        score[seen] = torch.where(x < 0, x * repetition, x / repetition)
     if presence != 0 or frequency != 0:
         tokens, counts = _in_vocabulary(history[prompt_length:], vocab_size).unique(return_counts=True)
         score[tokens] -= (counts * frequency + presence).to(torch.float32)
@@ -216,26 +217,38 @@ def truncate(
         epsilon_cutoff: `[num_rows]` fp32; 0 is off.
         eta_cutoff: `[num_rows]` fp32; 0 is off.
     """
-    for score, row in zip(scores, rows.tolist(), strict=True):
-        if not is_truncated[row] or not score.amax().isfinite():
+    columns = (temperature, top_h, top_k, top_p, min_p, typical_p, epsilon_cutoff, eta_cutoff)
+    parameters = zip(*(column[rows].tolist() for column in columns), strict=True)
+    is_asked = (is_truncated[rows] != 0) & scores.amax(-1).isfinite()
+    for score, is_filtered, (heat, h, k, p, m, mass, epsilon, eta) in zip(
+        scores, is_asked.tolist(), parameters, strict=True
+    ):
+        if not is_filtered:
             continue
         filters = (
-            (top_h[row], top_h[row] > 0, _keeps_top_h),
-            (top_k[row], top_k[row] > 0, _keeps_top_k),
-            (top_p[row], top_p[row] < 1, _keeps_top_p),
-            (min_p[row], min_p[row] > 0, _keeps_min_p),
-            (typical_p[row], typical_p[row] < 1, _keeps_typical),
-            (epsilon_cutoff[row], epsilon_cutoff[row] > 0, _keeps_above_epsilon),
-            (eta_cutoff[row], eta_cutoff[row] > 0, _keeps_above_eta),
+            (h, h > 0, _keeps_top_h),
+            (k, k > 0, _keeps_top_k),
+            (p, p < 1, _keeps_top_p),
+            (m, m > 0, _keeps_min_p),
+            (mass, mass < 1, _keeps_typical),
+            (epsilon, epsilon > 0, _keeps_above_epsilon),
+            (eta, eta > 0, _keeps_above_eta),
         )
-        # Each filter sees what the ones before it kept, which is little behind top-h or top-k.
-        ids = (score > -torch.inf).nonzero().squeeze(1)
-        scaled = (score.index_select(0, ids) / temperature[row]).clamp_(-LARGEST, LARGEST)
+        # Finite scores stay finite.
+        scaled = (score / heat).clamp_(-LARGEST, LARGEST)
+        ids: Tensor | None = None
         for value, is_on, keeps in filters:
             if is_on:
-                kept = keeps(scaled, value).nonzero().squeeze(1)
-                ids, scaled = ids.index_select(0, kept), scaled.index_select(0, kept)
-        score.masked_fill_(torch.ones_like(score, dtype=torch.bool).index_fill_(0, ids, False), -torch.inf)
+                is_kept = keeps(scaled, value)
+                if ids is None:
+                    # The filters behind the first one work on what it kept, mostly few.
+                    ids = is_kept.nonzero().squeeze(1)
+                    scaled = scaled.index_select(0, ids)
+                else:
+                    scaled.masked_fill_(is_kept.logical_not_(), -torch.inf)
+        if ids is not None:
+            is_removed = torch.ones_like(score, dtype=torch.bool)
+            score.masked_fill_(is_removed.index_put_((ids,), scaled == -torch.inf), -torch.inf)
 
 
 @truncate.register_fake
@@ -254,51 +267,51 @@ def _(
 ) -> None: ...
 
 
-# Filters: which of the scores `[C]` at the temperature, finite and in order of token id, are kept.
+# Filters: which of the scores `[C]`, at the temperature and in order of token id, are kept.
 
 
-def _keeps_top_h(scaled: Tensor, share: Tensor) -> Tensor:
+def _keeps_top_h(scaled: Tensor, share: float) -> Tensor:
     least = scaled.topk(min(TOP_H_TOKENS, len(scaled))).values[-1]
     candidates = (scaled >= least).nonzero().squeeze(1)
-    best, order = scaled[candidates].sort(descending=True, stable=True)
+    best, order = scaled.index_select(0, candidates).sort(descending=True, stable=True)
     entropies = torch.special.entr(best[:TOP_H_TOKENS].softmax(-1))
     number = max(int((entropies.cumsum(-1) <= entropies.sum() * share).sum()), 1)
     return torch.zeros_like(scaled, dtype=torch.bool).index_fill_(0, candidates[order[:number]], True)
 
 
-def _keeps_top_k(scaled: Tensor, top_k: Tensor) -> Tensor:
-    return scaled >= scaled.topk(min(int(top_k), len(scaled))).values[-1]
+def _keeps_top_k(scaled: Tensor, top_k: int) -> Tensor:
+    return scaled >= scaled.topk(min(top_k, len(scaled))).values[-1]
 
 
-def _keeps_top_p(scaled: Tensor, top_p: Tensor) -> Tensor:
+def _keeps_top_p(scaled: Tensor, top_p: float) -> Tensor:
     weights = (scaled - scaled.amax()).exp_()
     # Tokens below this have less than 1 - top_p together, so all of them go. Rounding must not add to them.
-    is_kept = weights >= weights.sum() * (1 - top_p) / len(weights) * (1 - 1e-3)
+    is_kept = weights >= weights.sum() * ((1 - top_p) / len(weights) * (1 - 1e-3))
     removed_mass = weights.masked_fill(is_kept, 0).sum(dtype=torch.float64)
     candidates = is_kept.nonzero().squeeze(1)
-    order = scaled[candidates].argsort(stable=True)
-    cumulative = weights[candidates[order]].cumsum(-1, dtype=torch.float64) + removed_mass
+    candidates = candidates[scaled.index_select(0, candidates).argsort(stable=True)]
+    cumulative = weights.index_select(0, candidates).cumsum(-1, dtype=torch.float64) + removed_mass
     number_removed = int(((cumulative / cumulative[-1]).float()[:-1] <= 1 - top_p).sum())
-    return is_kept.index_fill_(0, candidates[order[:number_removed]], False)
+    return is_kept.index_fill_(0, candidates[:number_removed], False)
 
 
-def _keeps_min_p(scaled: Tensor, min_p: Tensor) -> Tensor:
-    return (scaled - scaled.amax()).exp_() >= min_p.clamp(max=1)
+def _keeps_min_p(scaled: Tensor, min_p: float) -> Tensor:
+    return (scaled - scaled.amax()).exp_() >= min(min_p, 1.0)
 
 
-def _keeps_typical(scaled: Tensor, mass: Tensor) -> Tensor:
+def _keeps_typical(scaled: Tensor, mass: float) -> Tensor:
     logprobs = scaled.log_softmax(-1)
     probs = logprobs.exp()
-    distances = (logprobs + torch.special.entr(probs).sum()).abs_()
+    distances = logprobs.add_(torch.special.entr(probs).sum()).abs_()
     ascending, order = distances.sort()
-    cumulative = probs[order].cumsum(-1, dtype=torch.float64)
+    cumulative = probs.index_select(0, order).cumsum(-1, dtype=torch.float64)
     return distances <= ascending[min(int((cumulative < mass).sum()), len(order) - 1)]
 
 
-def _keeps_above_epsilon(scaled: Tensor, epsilon: Tensor) -> Tensor:
-    return (scaled.softmax(-1) >= epsilon) | (scaled == scaled.amax())
+def _keeps_above_epsilon(scaled: Tensor, epsilon: float) -> Tensor:
+    return (scaled.softmax(-1) >= epsilon).logical_or_(scaled == scaled.amax())
 
 
-def _keeps_above_eta(scaled: Tensor, eta: Tensor) -> Tensor:
-    entropy = torch.special.entr(scaled.softmax(-1)).sum()
-    return _keeps_above_epsilon(scaled, torch.minimum(eta, eta.sqrt() * (-entropy).exp()))
+def _keeps_above_eta(scaled: Tensor, eta: float) -> Tensor:
+    entropy = float(torch.special.entr(scaled.softmax(-1)).sum())
+    return _keeps_above_epsilon(scaled, min(eta, math.sqrt(eta) * math.exp(-entropy)))
