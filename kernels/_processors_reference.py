@@ -219,6 +219,7 @@ def truncate(
     """
     columns = (temperature, top_h, top_k, top_p, min_p, typical_p, epsilon_cutoff, eta_cutoff)
     parameters = zip(*(column[rows].tolist() for column in columns), strict=True)
+    all_ids = torch.arange(scores.shape[1], device=scores.device)
     is_asked = (is_truncated[rows] != 0) & scores.amax(-1).isfinite()
     for score, is_filtered, (heat, h, k, p, m, mass, epsilon, eta) in zip(
         scores, is_asked.tolist(), parameters, strict=True
@@ -226,29 +227,23 @@ def truncate(
         if not is_filtered:
             continue
         filters = (
-            (h, h > 0, _keeps_top_h),
-            (k, k > 0, _keeps_top_k),
-            (p, p < 1, _keeps_top_p),
-            (m, m > 0, _keeps_min_p),
-            (mass, mass < 1, _keeps_typical),
-            (epsilon, epsilon > 0, _keeps_above_epsilon),
-            (eta, eta > 0, _keeps_above_eta),
+            (h, h > 0, _keep_top_h),
+            (k, k > 0, _keep_top_k),
+            (p, p < 1, _keep_top_p),
+            (m, m > 0, _keep_min_p),
+            (mass, mass < 1, _keep_typical),
+            (epsilon, epsilon > 0, _keep_above_epsilon),
+            (eta, eta > 0, _keep_above_eta),
         )
-        # Finite scores stay finite.
+        # Finite scores stay finite. Each filter sees what the ones before it kept, which is mostly little.
         scaled = (score / heat).clamp_(-LARGEST, LARGEST)
-        ids: Tensor | None = None
-        for value, is_on, keeps in filters:
+        ids = all_ids
+        for value, is_on, keep in filters:
             if is_on:
-                is_kept = keeps(scaled, value)
-                if ids is None:
-                    # The filters behind the first one work on what it kept, mostly few.
-                    ids = is_kept.nonzero().squeeze(1)
-                    scaled = scaled.index_select(0, ids)
-                else:
-                    scaled.masked_fill_(is_kept.logical_not_(), -torch.inf)
-        if ids is not None:
-            is_removed = torch.ones_like(score, dtype=torch.bool)
-            score.masked_fill_(is_removed.index_put_((ids,), scaled == -torch.inf), -torch.inf)
+                kept = keep(scaled, value)
+                ids, scaled = ids.index_select(0, kept), scaled.index_select(0, kept)
+        kept_scores = score.index_select(0, ids)
+        score.fill_(-torch.inf).index_copy_(0, ids, kept_scores)
 
 
 @truncate.register_fake
@@ -267,51 +262,54 @@ def _(
 ) -> None: ...
 
 
-# Filters: which of the scores `[C]`, at the temperature and in order of token id, are kept.
+# Filters: the places of what is kept of the scores `[C]`, at the temperature and in order of token id; in that order.
 
 
-def _keeps_top_h(scaled: Tensor, share: float) -> Tensor:
-    least = scaled.topk(min(TOP_H_TOKENS, len(scaled))).values[-1]
-    candidates = (scaled >= least).nonzero().squeeze(1)
+def _keep_top_h(scaled: Tensor, share: float) -> Tensor:
+    candidates = _keep_top_k(scaled, TOP_H_TOKENS)
     best, order = scaled.index_select(0, candidates).sort(descending=True, stable=True)
     entropies = torch.special.entr(best[:TOP_H_TOKENS].softmax(-1))
     number = max(int((entropies.cumsum(-1) <= entropies.sum() * share).sum()), 1)
-    return torch.zeros_like(scaled, dtype=torch.bool).index_fill_(0, candidates[order[:number]], True)
+    return candidates[order[:number]].sort().values
 
 
-def _keeps_top_k(scaled: Tensor, top_k: int) -> Tensor:
-    return scaled >= scaled.topk(min(top_k, len(scaled))).values[-1]
+def _keep_top_k(scaled: Tensor, top_k: int) -> Tensor:
+    return _where(scaled >= scaled.topk(min(top_k, len(scaled))).values[-1])
 
 
-def _keeps_top_p(scaled: Tensor, top_p: float) -> Tensor:
+def _keep_top_p(scaled: Tensor, top_p: float) -> Tensor:
     weights = (scaled - scaled.amax()).exp_()
     # Tokens below this have less than 1 - top_p together, so all of them go. Rounding must not add to them.
-    is_kept = weights >= weights.sum() * ((1 - top_p) / len(weights) * (1 - 1e-3))
-    removed_mass = weights.masked_fill(is_kept, 0).sum(dtype=torch.float64)
-    candidates = is_kept.nonzero().squeeze(1)
+    is_candidate = weights >= weights.sum() * ((1 - top_p) / len(weights) * (1 - 1e-3))
+    removed_mass = weights.masked_fill(is_candidate, 0).sum(dtype=torch.float64)
+    candidates = _where(is_candidate)
     candidates = candidates[scaled.index_select(0, candidates).argsort(stable=True)]
     cumulative = weights.index_select(0, candidates).cumsum(-1, dtype=torch.float64) + removed_mass
     number_removed = int(((cumulative / cumulative[-1]).float()[:-1] <= 1 - top_p).sum())
-    return is_kept.index_fill_(0, candidates[:number_removed], False)
+    return candidates[number_removed:].sort().values
 
 
-def _keeps_min_p(scaled: Tensor, min_p: float) -> Tensor:
-    return (scaled - scaled.amax()).exp_() >= min(min_p, 1.0)
+def _keep_min_p(scaled: Tensor, min_p: float) -> Tensor:
+    return _where((scaled - scaled.amax()).exp_() >= min(min_p, 1.0))
 
 
-def _keeps_typical(scaled: Tensor, mass: float) -> Tensor:
+def _keep_typical(scaled: Tensor, mass: float) -> Tensor:
     logprobs = scaled.log_softmax(-1)
     probs = logprobs.exp()
     distances = logprobs.add_(torch.special.entr(probs).sum()).abs_()
     ascending, order = distances.sort()
     cumulative = probs.index_select(0, order).cumsum(-1, dtype=torch.float64)
-    return distances <= ascending[min(int((cumulative < mass).sum()), len(order) - 1)]
+    return _where(distances <= ascending[min(int((cumulative < mass).sum()), len(order) - 1)])
 
 
-def _keeps_above_epsilon(scaled: Tensor, epsilon: float) -> Tensor:
-    return (scaled.softmax(-1) >= epsilon).logical_or_(scaled == scaled.amax())
+def _keep_above_epsilon(scaled: Tensor, epsilon: float) -> Tensor:
+    return _where((scaled.softmax(-1) >= epsilon) | (scaled == scaled.amax()))
 
 
-def _keeps_above_eta(scaled: Tensor, eta: float) -> Tensor:
+def _keep_above_eta(scaled: Tensor, eta: float) -> Tensor:
     entropy = float(torch.special.entr(scaled.softmax(-1)).sum())
-    return _keeps_above_epsilon(scaled, min(eta, math.sqrt(eta) * math.exp(-entropy)))
+    return _keep_above_epsilon(scaled, min(eta, math.sqrt(eta) * math.exp(-entropy)))
+
+
+def _where(is_kept: Tensor) -> Tensor:
+    return is_kept.nonzero().squeeze(1)
