@@ -84,6 +84,8 @@ def main() -> None:
     print("| options | transformers, a list per row | one list | ours, torch | Triton | faster than lists, than one |")
     print("|---|---|---|---|---|---|")
     for name, wish in WISHES.items():
+        if arguments.only not in name:
+            continue
         with torch.no_grad():
             calls = contestants(kernels, wish, histories, logits)
             same(calls)
@@ -99,6 +101,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--rows", type=int, default=64)
     parser.add_argument("--history", type=int, default=500, help="tokens of prompt and output")
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--only", default="", help="part of the names of the options to run")
     parser.add_argument("--seconds", type=float, default=5.0, help="time for each row of the table")
     return parser.parse_args()
 
@@ -108,13 +111,15 @@ def contestants(
 ) -> list[Callable[[], Tensor]]:
     """Calls that each give the scores `[rows, VOCAB]` at the temperature."""
     config = GenerationConfig(do_sample=True, temperature=TEMPERATURE, max_length=PROMPT + MAX_NEW, **neutral(wish))
-    lists = [processors(config) for _ in histories]
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=VOCAB, **sizes))
+    lists = [processors(model, config) for _ in histories]
 
     def by_row() -> Tensor:
         return torch.cat([lists[i](histories[i : i + 1], logits[i : i + 1]) for i in range(len(lists))])
 
     ours = [partial(Step(config, histories).scores, kernel_set, logits) for kernel_set in kernels.values()]
-    return [by_row, partial(processors(config), histories, logits), *ours]
+    return [by_row, partial(processors(model, config), histories, logits), *ours]
 
 
 def neutral(wish: dict[str, Any]) -> dict[str, Any]:
@@ -122,10 +127,8 @@ def neutral(wish: dict[str, Any]) -> dict[str, Any]:
     return {"top_k": 0, "top_p": 1.0} | wish
 
 
-def processors(config: GenerationConfig) -> Any:
-    """Transformers' list for a request."""
-    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=VOCAB, **sizes))
+def processors(model: Any, config: GenerationConfig) -> Any:
+    """Transformers' list for a request; the model only tells its vocabulary."""
     model._prepare_special_tokens(config, device="cpu")
     return model._get_logits_processor(config, input_ids_seq_length=PROMPT, device="cpu")
 
@@ -155,7 +158,8 @@ class Step:
         self._table = RequestTable(rows, max_len, 1, 1, torch.device("cpu"))
         writer = StepInputsWriter(self._table, VOCAB, torch.device("cpu"))
         starts = tuple(
-            RowStart(row, history, PROMPT, sampling, stop.eos_token_ids) for row, history in enumerate(histories.tolist())
+            RowStart(row, history, PROMPT, sampling, stop.eos_token_ids)
+            for row, history in enumerate(histories.tolist())
         )
         scheduled = tuple(ScheduledRow(str(row), 1, row, length - 1, 1, samples=True) for row in range(rows))
         plan = BatchPlan("decode", scheduled, starts, (), (), num_tokens=rows, max_seq_len=length)
