@@ -111,8 +111,9 @@ def contestants(
 ) -> list[Callable[[], Tensor]]:
     """Calls that each give the scores `[rows, VOCAB]` at the temperature."""
     config = GenerationConfig(do_sample=True, temperature=TEMPERATURE, max_length=PROMPT + MAX_NEW, **neutral(wish))
-    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=VOCAB, **sizes))
+    model = LlamaForCausalLM(
+        LlamaConfig(vocab_size=VOCAB, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1)
+    )
     lists = [processors(model, config) for _ in histories]
 
     def by_row() -> Tensor:

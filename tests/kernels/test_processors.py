@@ -391,6 +391,14 @@ def test_the_likeliest_of_what_typical_p_keeps_survives_any_cutoff(implementatio
     assert (kept[0] > -torch.inf).sum() == 1
 
 
+def test_a_score_that_the_temperature_makes_infinite_is_the_only_one_left(implementation) -> None:
+    scores = random_logits(1)
+    scores[0, 7] = LARGEST
+    options = {"top_p": 0.9, "typical_p": 0.9, "eta_cutoff": 1e-3}
+    kept = truncate(implementation, [Row([1], 1, options)], scores, [0.5])
+    assert (kept[0] > -torch.inf).nonzero().flatten().tolist() == [7]
+
+
 def test_rows_without_a_usable_score_stay_as_they_are(implementation) -> None:
     rows = [Row([1], 1, {"top_h": 0.5, "typical_p": 0.5})] * 4
     scores = random_logits(4)
