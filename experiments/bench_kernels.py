@@ -228,6 +228,15 @@ def cases(kernels: KernelSet, dtype: torch.dtype, page_size: int, only: str) -> 
                 "top-k 50, top-p 0.9": (1.0, 50, 0.9),
             }.items()
         },
+        "process": partial(process, kernels, dtype, 8, 500),
+        **{
+            f"truncate {name}": partial(truncate, kernels, 8, filters)
+            for name, filters in {
+                "typical-p": (0.0, 0, 1.0, 0.0, 0.95, 0.0, 0.0),
+                "eta": (0.0, 0, 1.0, 0.0, 1.0, 0.0, 2e-3),
+                "with all filters": (0.9, 50, 0.95, 0.02, 0.95, 1e-3, 2e-3),
+            }.items()
+        },
         "block_copy 8 blocks": partial(block_copy, kernels, dtype, page_size, 8),
     }
     for name, build in builders.items():
@@ -393,6 +402,67 @@ def sample(
     def check() -> None:
         # The same tokens: both draw the same random numbers.
         same(lambda: ours()[0], lambda: baseline()[0], 0.0)
+
+    return Case("sample", name, ours, baseline, check)
+
+
+def process(kernels: KernelSet, dtype: torch.dtype, rows: int, length: int, name: str) -> Case:
+    """Penalties, n-grams, a ban, a mask and a growing EOS on histories of which half repeats."""
+    logits = (2.5 * torch.randn(rows, VOCAB)).to(dtype)
+    rules = torch.zeros(rows, 512, 4, dtype=torch.int32)
+    rules[:, 0] = int32([7, 1, -1, 0])
+    integers = {"prompt": 100, "ngram": 3, "biases": 0, "rules": 1, "masked": 1, "min": 0, "start": 300, "invalid": 1}
+    column = {key: torch.full((rows,), value, dtype=torch.int32) for key, value in integers.items()}
+    penalties = [torch.full((rows,), value) for value in (1.2, 0.1, 0.1)]
+    arguments = (
+        logits,
+        int32(range(rows)),
+        torch.full((rows,), length, dtype=torch.int32),
+        torch.randint(0, VOCAB, (rows, length // 2), dtype=torch.int32).repeat(1, 2),
+        column["prompt"],
+        *penalties,
+        column["ngram"],
+        column["biases"],
+        column["rules"],
+        rules,
+        torch.zeros(rows, 1024, dtype=torch.int32),
+        column["masked"],
+        torch.full((rows, -(-VOCAB // 32)), -2, dtype=torch.int32),
+        column["min"],
+        torch.full((rows, 1), 2, dtype=torch.int32),
+        column["start"],
+        torch.full((rows,), 1e-3),
+        column["invalid"],
+    )
+    ours = partial(kernels.process, *arguments)
+    baseline = partial(reference("sample").process, *arguments)
+
+    def check() -> None:
+        same(lambda: ours().softmax(-1), lambda: baseline().softmax(-1), 1e-5)
+
+    return Case("sample", name, ours, baseline, check)
+
+
+def truncate(kernels: KernelSet, rows: int, filters: tuple[float, ...], name: str) -> Case:
+    """Filters on a copy of the scores, as of a language model: a few likely tokens and a long tail."""
+    scores = 2.5 * torch.randn(rows, VOCAB)
+    dtypes = (torch.float32, torch.int32, *[torch.float32] * 5)
+    columns = [torch.full((rows,), value, dtype=kind) for value, kind in zip(filters, dtypes, strict=True)]
+    entries, heat, on = int32(range(rows)), torch.full((rows,), 0.8), torch.ones(rows, dtype=torch.int32)
+
+    def bind(function: Callable[..., Any]) -> Call:
+        def call() -> Tensor:
+            kept = scores.clone()
+            function(kept, entries, heat, on, *columns)
+            return kept
+
+        return call
+
+    ours, baseline = bind(kernels.truncate), bind(reference("sample").truncate)
+
+    def check() -> None:
+        # Sums round differently, so a token on the border may stay or go.
+        same(lambda: ours().softmax(-1), lambda: baseline().softmax(-1), 1e-3)
 
     return Case("sample", name, ours, baseline, check)
 

@@ -51,6 +51,8 @@ CASES: dict[str, dict[str, Any]] = {
     "page_256": {"page_size": 256, "head_size": 128, "cache_tokens": 2**19},
     "options": {"head_size": 128, "window": 1024, "softcap": 30.0, "sinks": True},
     "odd": {"page_size": 24, "head_size": 80, "group": 3},
+    # Other vocabularies, for `sample` alone and with its filters on.
+    **{f"v{size}": {"vocab_size": size, "window": 1} for size in (32000, 49152, 152064, 262144)},
 }
 
 
@@ -67,6 +69,7 @@ class Shape:
         window: Keys that a query sees, 0 for all.
         softcap: Bound of the scores, 0 for none.
         sinks: Whether heads have sinks.
+        vocab_size: Logits per row.
     """
 
     dtype: torch.dtype
@@ -77,6 +80,7 @@ class Shape:
     window: int = 0
     softcap: float = 0.0
     sinks: bool = False
+    vocab_size: int = 128_256
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,9 +296,10 @@ def shapes(slot: str, arguments: argparse.Namespace) -> Iterator[tuple[str, int,
         yield arguments.dtypes[0], 0, "base"
     if slot == "sample":
         # Its options launch other kernels than it does without.
-        yield from ((dtype, 0, case) for dtype in arguments.dtypes for case in ("base", "options"))
+        cases = dict.fromkeys(("base", "options", *(case for case in arguments.cases if "vocab_size" in CASES[case])))
+        yield from ((dtype, 0, case) for dtype in arguments.dtypes for case in cases)
     for dtype, case in itertools.product(arguments.dtypes, arguments.cases):
-        if slot in ("sample", "prepare_inputs"):
+        if slot in ("sample", "prepare_inputs") or "vocab_size" in CASES[case]:
             continue  # Heads are nothing to them.
         if case == "base":
             yield from ((dtype, head_size, case) for head_size in arguments.head_sizes)
@@ -319,7 +324,7 @@ def overridden(launch: RecordedLaunch, overrides: Mapping[str, Any]) -> Recorded
 
 # Arguments of the launcher, and of the plan where the slot has one.
 Step = tuple[dict[str, Any], dict[str, Any]]
-_HEADS, _ROWS, _TOKENS, _MAX_LEN, _TABLE_ROWS, _VOCABULARY = 8, 32, 8192, 8192, 64, 128256
+_HEADS, _ROWS, _TOKENS, _MAX_LEN, _TABLE_ROWS = 8, 32, 8192, 8192, 64
 
 
 def _meta(*sizes: int, dtype: torch.dtype = torch.int32) -> Tensor:
@@ -378,10 +383,12 @@ def _sample(shape: Shape) -> Step:
     integers = ("top_k", "min_positions", "prompt_lengths", "no_repeat_ngram_size", "decay_starts")
     flags = ("use_top_k", "use_top_p", "use_min_p", "use_min_length", "return_logprobs")
     step = {
-        "logits": _meta(_ROWS, _VOCABULARY, dtype=shape.dtype),
-        "scores": _meta(_ROWS, _VOCABULARY, dtype=torch.float32),
+        "logits": _meta(_ROWS, shape.vocab_size, dtype=shape.dtype),
+        "scores": _meta(_ROWS, shape.vocab_size, dtype=torch.float32),
         "rows": _meta(_ROWS),
         "positions": _meta(_ROWS),
+        "token_ids": _meta(_ROWS, dtype=torch.int64),
+        "num_top": 20,
         "token_table": _meta(_TABLE_ROWS, _MAX_LEN),
         **{name: _meta(_TABLE_ROWS, dtype=torch.float32) for name in (*numbers, *penalties)},
         **{
@@ -391,7 +398,7 @@ def _sample(shape: Shape) -> Step:
         "seeds": _meta(_TABLE_ROWS, dtype=torch.int64),
         "rules": _meta(_TABLE_ROWS, 512, 4),
         "rule_prefixes": _meta(_TABLE_ROWS, 1024),
-        "token_masks": _meta(_TABLE_ROWS, -(-_VOCABULARY // 32)),
+        "token_masks": _meta(_TABLE_ROWS, -(-shape.vocab_size // 32)),
         "eos_ids": _meta(_TABLE_ROWS, 4),
         "all_greedy": False,
         **dict.fromkeys(flags, filters),
@@ -425,7 +432,7 @@ BULK: dict[str, tuple[str, ...]] = {
 def recorded(module: ModuleType, slot: str, target: str, step: Step) -> list[RecordedLaunch]:
     """What the module's plan and launcher launch for a step."""
     of_launcher, of_plan = step
-    names = ("process", "truncate", "sample") if slot == "sample" else (slot,)
+    names = ("process", "truncate", "sample", "token_logprobs") if slot == "sample" else (slot,)
     with record_launches(target) as launches:
         if of_plan:
             of_launcher = {**of_launcher, "plan": call_by_name(module.plan, of_plan)}

@@ -1,7 +1,7 @@
 """JSON of a given form, forced by a grammar: how many answers parse, and what the masks cost.
 
-Every request brings a `token_mask` of its own: a matcher of xgrammar that follows the request's tokens and says which may
-come next. The same requests run without masks beside it. Needs `pip install 'cbtriton[grammar]'`.
+Every request brings a `token_mask` of its own: a matcher of xgrammar that follows the request's tokens and says which
+may come next. The same requests run without masks beside it. Needs `pip install 'cbtriton[grammar]'`.
 """
 
 from __future__ import annotations

@@ -357,7 +357,7 @@ def _process(
         growth = tl.exp2(tl.load(decay_rates + row) * distance.to(tl.float32)) - 1
         for i in range(num_eos):
             is_eos = (ids == tl.load(eos_ids + row * eos_stride + i)) & (tl.abs(x) <= LARGEST)
-            x = tl.where(is_eos, x + tl.abs(x) * growth, x)
+            x = tl.where(is_eos, tl.minimum(x + tl.abs(x) * growth, LARGEST), x)
     x = tl.where((word & _IS_SUPPRESSED) != 0, -INFINITY, x)
     tl.store(scores + sample_index * vocab_size + ids, x, mask=is_token)
 

@@ -15,6 +15,8 @@ from cbtriton.kernels._op import kernel_op
 
 # Kinds of rules, and the fields of one; see `process`.
 BIAS, BAN, FORCE, SUPPRESS = range(4)
+# What invalid values become, and what scores grow up to.
+LARGEST = torch.finfo(torch.float32).max
 # Tokens that top-h looks at.
 TOP_H_TOKENS = 100
 
@@ -73,7 +75,8 @@ def process(
         token_masks: `[num_rows, ceil(V / 32)]` int32. Bit `token % 32` of word `token // 32` is 1 where it is allowed.
         min_positions: `[num_rows]` int32; EOS ids come too early at positions below.
         eos_ids: `[num_rows, E]` int32, filled up with -1.
-        decay_starts: `[num_rows]` int32. At positions beyond, EOS ids grow by `|score| * (2^(rate * distance) - 1)`.
+        decay_starts: `[num_rows]` int32. At positions beyond, EOS ids grow by `|score| * (2^(rate * distance) - 1)`,
+            up to the largest number.
         decay_rates: `[num_rows]` fp32, base-2 logarithms of the factors.
         remove_invalid: `[num_rows]` int32; where not 0, NaN becomes 0, and infinities the largest numbers there are.
 
@@ -106,12 +109,12 @@ def process(
             score.fill_(-torch.inf)
             score[[token for token, _ in active[FORCE]]] = 0.0
         if remove_invalid[row]:
-            largest = torch.finfo(torch.float32).max
-            score.nan_to_num_(nan=0.0, posinf=largest, neginf=-largest)
+            score.nan_to_num_(nan=0.0, posinf=LARGEST, neginf=-LARGEST)
         distance = position - int(decay_starts[row])
         if distance > 0:
-            growth = score[eos].abs() * (math.pow(2.0, float(decay_rates[row]) * distance) - 1)
-            score[eos] += growth.where(score[eos].isfinite(), 0.0)
+            growing = eos[score[eos].isfinite()]
+            growth = score[growing].abs() * (math.pow(2.0, float(decay_rates[row]) * distance) - 1)
+            score[growing] = (score[growing] + growth).clamp(max=LARGEST)
         score[[token for token, _ in active[SUPPRESS]]] = -torch.inf
     return scores
 
@@ -147,15 +150,16 @@ def _active_rules(
 ) -> tuple[list[tuple[int, float]], ...]:
     """Tokens and biases of the rules that hold at the end of `history`, by kind."""
     active: tuple[list[tuple[int, float]], ...] = ([], [], [], [])
-    biases = rules[:, 3].view(torch.float32)
+    rules = rules[: int(number)]
+    kinds, lengths = rules[:, 1] % 4, rules[:, 1] // 4
+    found, wanted = history.tolist(), prefixes[: int(lengths.sum())].tolist()
+    columns = (rules[:, 0], kinds, lengths, rules[:, 2], rules[:, 3].view(torch.float32))
     start = 0
-    for i, (token, kind_and_length, position, _) in enumerate(rules[: int(number)].tolist()):
-        kind, length = kind_and_length % 4, kind_and_length // 4
-        prefix = prefixes[start : start + length]
+    for token, kind, length, position, bias in zip(*(column.tolist() for column in columns), strict=True):
+        is_here = position in (-1, len(found)) and length <= len(found)
+        if is_here and found[len(found) - length :] == wanted[start : start + length]:
+            active[kind].append((token, bias))
         start += length
-        is_here = position in (-1, len(history))
-        if is_here and length <= len(history) and history[len(history) - length :].equal(prefix.long()):
-            active[kind].append((token, float(biases[i])))
     return active
 
 
@@ -165,10 +169,11 @@ def _penalise(
     vocab_size = len(score)
     if repetition != 1:
         seen = _in_vocabulary(history, vocab_size).unique()
-        score[seen] = torch.where(score[seen] < 0, score[seen] * repetition, score[seen] / repetition)
+        x = score[seen]
+        score[seen] = torch.where(x < 0, x * repetition, x / repetition)
     if presence != 0 or frequency != 0:
-        counts = _in_vocabulary(history[prompt_length:], vocab_size).bincount(minlength=vocab_size)
-        score -= (counts * frequency + (counts > 0) * presence).to(torch.float32)
+        tokens, counts = _in_vocabulary(history[prompt_length:], vocab_size).unique(return_counts=True)
+        score[tokens] -= (counts * frequency + presence).to(torch.float32)
 
 
 def _repeating(history: Tensor, size: int) -> Tensor:
@@ -226,26 +231,33 @@ def truncate(
         epsilon_cutoff: `[num_rows]` fp32; 0 is off.
         eta_cutoff: `[num_rows]` fp32; 0 is off.
     """
-    for score, row in zip(scores, rows.tolist(), strict=True):
-        if not is_truncated[row] or not score.amax().isfinite():
+    columns = (temperature, top_h, top_k, top_p, min_p, typical_p, epsilon_cutoff, eta_cutoff)
+    parameters = zip(*(column[rows].tolist() for column in columns), strict=True)
+    all_ids = torch.arange(scores.shape[1], device=scores.device)
+    is_asked = (is_truncated[rows] != 0) & scores.amax(-1).isfinite()
+    for score, is_filtered, (heat, h, k, p, m, mass, epsilon, eta) in zip(
+        scores, is_asked.tolist(), parameters, strict=True
+    ):
+        if not is_filtered:
             continue
-        scaled = score / temperature[row]
-        if top_h[row] > 0:
-            _keep_top_h(scaled, top_h[row])
-        if 0 < top_k[row] < len(scaled):
-            scaled[scaled < scaled.topk(int(top_k[row])).values[-1]] = -torch.inf
-        if top_p[row] < 1:
-            _keep_top_p(scaled, top_p[row])
-        if min_p[row] > 0:
-            scaled[(scaled - scaled.amax()).exp() < min_p[row].clamp(max=1)] = -torch.inf
-        if typical_p[row] < 1:
-            _keep_typical(scaled, typical_p[row])
-        if epsilon_cutoff[row] > 0:
-            _cut_off(scaled, epsilon_cutoff[row])
-        if eta_cutoff[row] > 0:
-            entropy = torch.distributions.Categorical(logits=scaled).entropy()
-            _cut_off(scaled, torch.minimum(eta_cutoff[row], eta_cutoff[row].sqrt() * (-entropy).exp()))
-        score[scaled == -torch.inf] = -torch.inf
+        filters = (
+            (h, h > 0, _keep_top_h),
+            (k, k > 0, _keep_top_k),
+            (p, p < 1, _keep_top_p),
+            (m, m > 0, _keep_min_p),
+            (mass, mass < 1, _keep_typical),
+            (epsilon, epsilon > 0, _keep_above_epsilon),
+            (eta, eta > 0, _keep_above_eta),
+        )
+        # Finite scores stay finite. Each filter sees what the ones before it kept, which is mostly little.
+        scaled = (score / heat).clamp_(-LARGEST, LARGEST)
+        ids = all_ids
+        for value, is_on, keep in filters:
+            if is_on:
+                kept = keep(scaled, value)
+                ids, scaled = ids.index_select(0, kept), scaled.index_select(0, kept)
+        kept_scores = score.index_select(0, ids)
+        score.fill_(-torch.inf).index_copy_(0, ids, kept_scores)
 
 
 @truncate.register_fake
@@ -264,33 +276,54 @@ def _(
 ) -> None: ...
 
 
-def _keep_top_h(scaled: Tensor, share: Tensor) -> None:
-    best, ids = scaled.sort(descending=True, stable=True)
-    best, ids = best[:TOP_H_TOKENS], ids[:TOP_H_TOKENS]
-    entropies = torch.special.entr(best.softmax(-1))
-    is_kept = entropies.cumsum(-1) <= entropies.sum() * share
-    is_kept &= best > -torch.inf
-    is_kept[0] = True
-    kept = scaled[ids[is_kept]]
-    scaled.fill_(-torch.inf)[ids[is_kept]] = kept
+# Filters: the places of what is kept of the scores `[C]`, at the temperature and in order of token id; in that order.
 
 
-def _keep_top_p(scaled: Tensor, top_p: Tensor) -> None:
-    ascending, ids = scaled.sort(stable=True)
-    cumulative = (ascending - ascending[-1]).exp().cumsum(-1, dtype=torch.float64)
-    is_removed = (cumulative / cumulative[-1]).float() <= 1 - top_p
-    is_removed[-1] = False
-    scaled[ids[is_removed]] = -torch.inf
+def _keep_top_h(scaled: Tensor, share: float) -> Tensor:
+    candidates = _keep_top_k(scaled, TOP_H_TOKENS)
+    best, order = scaled.index_select(0, candidates).sort(descending=True, stable=True)
+    entropies = torch.special.entr(best[:TOP_H_TOKENS].softmax(-1))
+    number = max(int((entropies.cumsum(-1) <= entropies.sum() * share).sum()), 1)
+    return candidates[order[:number]].sort().values
 
 
-def _keep_typical(scaled: Tensor, mass: Tensor) -> None:
+def _keep_top_k(scaled: Tensor, top_k: int) -> Tensor:
+    return _where(scaled >= scaled.topk(min(top_k, len(scaled))).values[-1])
+
+
+def _keep_top_p(scaled: Tensor, top_p: float) -> Tensor:
+    weights = (scaled - scaled.amax()).exp_()
+    # Tokens below this have less than 1 - top_p together, so all of them go. Rounding must not add to them.
+    is_candidate = weights >= weights.sum() * ((1 - top_p) / len(weights) * (1 - 1e-3))
+    removed_mass = weights.masked_fill(is_candidate, 0).sum(dtype=torch.float64)
+    candidates = _where(is_candidate)
+    candidates = candidates[scaled.index_select(0, candidates).argsort(stable=True)]
+    cumulative = weights.index_select(0, candidates).cumsum(-1, dtype=torch.float64) + removed_mass
+    number_removed = int(((cumulative / cumulative[-1]).float()[:-1] <= 1 - top_p).sum())
+    return candidates[number_removed:].sort().values
+
+
+def _keep_min_p(scaled: Tensor, min_p: float) -> Tensor:
+    return _where((scaled - scaled.amax()).exp_() >= min(min_p, 1.0))
+
+
+def _keep_typical(scaled: Tensor, mass: float) -> Tensor:
     logprobs = scaled.log_softmax(-1)
-    entropy = torch.special.entr(logprobs.exp()).sum()
-    distances, ids = (-logprobs - entropy).abs().sort(stable=True)
-    cumulative = logprobs[ids].exp().cumsum(-1, dtype=torch.float64)
-    last = min(int((cumulative < mass).sum()), len(ids) - 1)
-    scaled[ids[distances > distances[last]]] = -torch.inf
+    probs = logprobs.exp()
+    distances = logprobs.add_(torch.special.entr(probs).sum()).abs_()
+    ascending, order = distances.sort()
+    cumulative = probs.index_select(0, order).cumsum(-1, dtype=torch.float64)
+    return _where(distances <= ascending[min(int((cumulative < mass).sum()), len(order) - 1)])
 
 
-def _cut_off(scaled: Tensor, least: Tensor) -> None:
-    scaled[(scaled.softmax(-1) < least) & (scaled < scaled.amax())] = -torch.inf
+def _keep_above_epsilon(scaled: Tensor, epsilon: float) -> Tensor:
+    return _where((scaled.softmax(-1) >= epsilon) | (scaled == scaled.amax()))
+
+
+def _keep_above_eta(scaled: Tensor, eta: float) -> Tensor:
+    entropy = float(torch.special.entr(scaled.softmax(-1)).sum())
+    return _keep_above_epsilon(scaled, min(eta, math.sqrt(eta) * math.exp(-entropy)))
+
+
+def _where(is_kept: Tensor) -> Tensor:
+    return is_kept.nonzero().squeeze(1)

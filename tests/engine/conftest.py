@@ -6,13 +6,13 @@ import copy
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, LogitsProcessorList, PreTrainedModel
 
 import cbtriton
 from cbtriton import ContinuousBatchingConfig, GenerationOutput
@@ -47,14 +47,21 @@ def llama_config(**overrides: Any) -> LlamaConfig:
     return LlamaConfig(**(settings | overrides))
 
 
-def plain_greedy(model: PreTrainedModel, prompt: list[int], num_tokens: int, **options: Any) -> list[int]:
-    """What `model.generate` answers to one prompt."""
+def plain_greedy(
+    model: PreTrainedModel, prompt: list[int], num_tokens: int, processors: Sequence[Any] = (), **options: Any
+) -> list[int]:
+    """What `model.generate` answers to one prompt; `processors` come behind those that the options ask for."""
     input_ids = torch.tensor([prompt])
     config = GenerationConfig(
         do_sample=False, max_new_tokens=num_tokens, **({"eos_token_id": None, "pad_token_id": 0} | options)
     )
     with torch.no_grad():
-        output = model.generate(input_ids, attention_mask=torch.ones_like(input_ids), generation_config=config)
+        output = model.generate(
+            input_ids,
+            attention_mask=torch.ones_like(input_ids),
+            generation_config=config,
+            logits_processor=LogitsProcessorList(processors),
+        )
     return output[0, len(prompt) :].tolist()
 
 

@@ -21,6 +21,7 @@ from cbtriton import WorkloadHints
 from cbtriton.compile import CompileError
 from cbtriton.manager import ContinuousBatchingManager
 from cbtriton.model_adapter import ModelAdapter
+from cbtriton.processors import PROCESSOR_OPTIONS
 
 NUM_NEW = 8
 LENGTHS = (1, 5, 16, 33, 9)
@@ -77,34 +78,84 @@ def test_layers_compiled_for_padded_sizes_give_the_plain_tokens(model, oracle, t
     assert stats.compilations == len(stats.buckets) == 4
 
 
-@pytest.mark.parametrize("kernels", [pytest.param("reference", marks=pytest.mark.slow), "auto"])
-def test_the_whole_step_is_one_graph_with_the_plain_tokens_and_the_eager_draws(tools, whole_step, kernels):
-    model = tools.build(tools.llama_config(num_hidden_layers=1))
+PROCESSORS = {
+    "repetition_penalty": 1.8,
+    "presence_penalty": 0.5,
+    "frequency_penalty": 0.3,
+    "no_repeat_ngram_size": 2,
+    "sequence_bias": [[[7], 3.0], [[7, 8], -5.0]],
+    "logit_bias": {9: 4.0},
+    "bad_words_ids": [[3], [44, 9]],
+    "suppress_tokens": [1, 2],
+    "begin_suppress_tokens": [5],
+    "forced_bos_token_id": 11,
+    "forced_eos_token_id": 40,
+    "exponential_decay_length_penalty": (2, 1.1),
+    "remove_invalid_values": True,
+}
+FILTERS = {"top_h": 0.95, "typical_p": 0.9, "epsilon_cutoff": 1e-3, "eta_cutoff": 1e-3}
+DRAWING = {"do_sample": True, "temperature": 0.8, "top_k": 20, "top_p": 0.9}
+SAMPLINGS = {
+    "greedy": {},
+    "drawn": DRAWING,
+    "processed": PROCESSORS | {"eos_token_id": [17], "min_length": 4},
+    "processed and drawn": PROCESSORS | FILTERS | DRAWING | {"eos_token_id": [17], "min_new_tokens": 3},
+}
+
+
+def answers(model, tools, kernels: str, **config: Any):
+    """The tokens of one round of requests for each of `SAMPLINGS`, and the last counters."""
+    config = tools.small(per_request_processors=True, **config)
+    manager = ContinuousBatchingManager(model, tools.options(), config, HINTS, {"default": kernels})
     prompts = [tools.prompt(length) for length in LENGTHS]
+    try:
+        manager.warmup()
+        manager.start()
+        rounds = {}
+        for kind, sampling in SAMPLINGS.items():
+            ids = [manager.add_request(prompt, max_new_tokens=NUM_NEW, **sampling) for prompt in prompts]
+            outputs = [manager.get_result(name, timeout=tools.patience) for name in ids]
+            rounds[kind] = [(output.error, output.generated_tokens) for output in outputs]
+        return rounds, manager.stats()
+    finally:
+        manager.destroy()
 
-    def answers(**config):
-        """Greedy ones, sampled ones, processed ones, and the last counters."""
-        config = tools.small(per_request_processors=True, **config)
-        manager = ContinuousBatchingManager(model, tools.options(), config, HINTS, {"default": kernels})
-        try:
-            manager.warmup()
-            manager.start()
-            rounds = []
-            drawing = {"do_sample": True, "temperature": 0.8, "top_k": 20, "top_p": 0.9}
-            for sampling in ({}, drawing, drawing | {"repetition_penalty": 1.8, "typical_p": 0.8, "min_length": 4}):
-                ids = manager.add_requests(prompts, max_new_tokens=NUM_NEW, **sampling)
-                rounds.append([manager.get_result(name, timeout=tools.patience).generated_tokens for name in ids])
-            return *rounds, manager.stats()
-        finally:
-            manager.destroy()
 
-    greedy, drawn, processed, stats = answers(**backend(dynamic=True))
+def test_samplings_have_every_processor():
+    assert set(PROCESSORS | FILTERS) == set(PROCESSOR_OPTIONS)
+
+
+@pytest.mark.parametrize(
+    ("kernels", "use_async_batching"),
+    [
+        ("auto", True),
+        pytest.param("auto", False, marks=pytest.mark.slow),
+        pytest.param("reference", True, marks=pytest.mark.slow),
+        pytest.param("reference", False, marks=pytest.mark.slow),
+    ],
+)
+def test_the_whole_step_is_one_graph_with_the_plain_tokens(tools, whole_step, kernels, use_async_batching):
+    model = tools.build(tools.llama_config(num_hidden_layers=1))
+    compiled, stats = answers(model, tools, kernels, use_async_batching=use_async_batching, **backend(dynamic=True))
     # Each path: greedy, drawn, processed.
     assert (stats.compilations, stats.late_compilations) == (6, 0)
-    assert greedy == [tools.plain_greedy(model, prompt, NUM_NEW) for prompt in prompts]
-    eager = answers()
-    assert drawn == eager[1] != greedy
-    assert processed == eager[2] != drawn
+    greedy = [tools.plain_greedy(model, tools.prompt(length), NUM_NEW) for length in LENGTHS]
+    assert compiled["greedy"] == [(None, tokens) for tokens in greedy]
+    plain, _ = answers(model, tools, kernels)
+    assert compiled == plain
+    assert len({str(tokens) for tokens in plain.values()}) == len(SAMPLINGS)
+
+
+@pytest.mark.parametrize("use_async_batching", [False, True])
+@pytest.mark.parametrize("level", [1, 3])
+@pytest.mark.slow
+def test_levels_change_nothing_for_requests_with_processors(model, tools, level, use_async_batching):
+    sizes = {"max_requests_per_batch": 2, "max_batch_tokens": 64} if level == 3 else {}
+    settings = {"default_compile_level": level, "use_async_batching": use_async_batching}
+    compiled, stats = answers(model, tools, "auto", **settings, **sizes)
+    assert stats.late_compilations == 0
+    assert stats.compilations >= 2
+    assert compiled == answers(model, tools, "auto")[0]
 
 
 def test_level_1_gives_the_plain_tokens_and_its_code_copies_no_cache_and_is_found_again(model, oracle, tools):

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import copy
+import math
 import random
 from collections import Counter
 
 import pytest
 import torch
-from transformers import GenerationConfig
+from transformers import GenerationConfig, LogitsProcessor
 
+import cbtriton
 from cbtriton import ContinuousBatchingConfig
 from cbtriton.request_table import MAX_RULE_PREFIXES, MAX_RULES
 
@@ -33,18 +36,44 @@ WISHES = [
 ]
 
 
-@pytest.fixture(scope="module")
-def expected(oracle, tools):
+def generates(model, tools):
     """Answers of `generate`, each computed once."""
     known: dict[str, list[int]] = {}
 
     def expected(prompt, wish):
         key = repr((prompt, wish))
         if key not in known:
-            known[key] = tools.plain_greedy(oracle.model, prompt, NUM_NEW, **wish)
+            options, processors = as_transformers_has_it(wish, len(prompt))
+            known[key] = tools.plain_greedy(model, prompt, NUM_NEW, processors, **options)
         return known[key]
 
     return expected
+
+
+def as_transformers_has_it(wish, prompt_length):
+    """Options for `generate`, and processors for what it has no options for."""
+    options = dict(wish)
+    penalties = [options.pop(name, 0.0) for name in ("presence_penalty", "frequency_penalty")]
+    biases = {tuple(tokens): bias for tokens, bias in options.get("sequence_bias", [])}
+    for token, bias in options.pop("logit_bias", {}).items():
+        biases[token,] = biases.get((token,), 0.0) + bias
+    if biases:
+        options["sequence_bias"] = [[list(tokens), bias] for tokens, bias in biases.items()]
+    return options, [PenaltiesOnOutput(*penalties, prompt_length)] if any(penalties) else []
+
+
+class PenaltiesOnOutput(LogitsProcessor):
+    def __init__(self, presence, frequency, prompt_length):
+        self._presence, self._frequency, self._prompt_length = presence, frequency, prompt_length
+
+    def __call__(self, input_ids, scores):
+        counts = torch.bincount(input_ids[0, self._prompt_length :], minlength=scores.shape[1])
+        return scores - (counts > 0) * self._presence - counts * self._frequency
+
+
+@pytest.fixture(scope="module")
+def expected(oracle, tools):
+    return generates(oracle.model, tools)
 
 
 def requests():
@@ -223,3 +252,90 @@ def test_processors_of_requests_need_their_switch(model, tools):
     ):
         manager.add_request([1], max_new_tokens=2, repetition_penalty=1.5)
     assert ContinuousBatchingConfig().per_request_processors is False
+
+
+# Among these few tokens greedy answers move, so that each processor has something to do at every step.
+HOT = (0, 11, 1_000, 20_000, 32_768, 40_000, 49_150, 49_151)
+COLD = (5, 30_000, 49_000)
+
+
+def random_wish(chance):
+    """A random combination of processors with random values, and a prompt."""
+
+    def some(most, tokens=HOT):
+        return chance.sample(tokens, chance.randint(1, most))
+
+    def sequences(most):
+        return [[chance.choice(HOT) for _ in range(size)] for size in range(1, 1 + chance.randint(1, most))]
+
+    choices = {
+        "repetition_penalty": lambda: chance.uniform(0.6, 2.0),
+        "presence_penalty": lambda: chance.uniform(-2.0, 8.0),
+        "frequency_penalty": lambda: chance.uniform(-1.0, 4.0),
+        "no_repeat_ngram_size": lambda: chance.randint(1, 4),
+        "sequence_bias": lambda: [[words, chance.choice((-math.inf, -20.0, 4.0, 9.0))] for words in sequences(4)],
+        "bad_words_ids": lambda: sequences(4),
+        "suppress_tokens": lambda: some(4),
+        "begin_suppress_tokens": lambda: some(6),
+        "forced_eos_token_id": lambda: some(2, COLD),
+        "exponential_decay_length_penalty": lambda: (chance.randint(0, 6), chance.uniform(1.0, 1.5)),
+        "remove_invalid_values": lambda: True,
+        "min_new_tokens": lambda: chance.randint(1, NUM_NEW),
+        "min_length": lambda: chance.randint(1, 40),
+        "eos_token_id": lambda: some(2),
+        "forced_bos_token_id": lambda: chance.choice(COLD),
+    }
+    wish = {name: value() for name, value in choices.items() if chance.random() < 0.3}
+    wish["logit_bias"] = {token: chance.uniform(45.0, 55.0) for token in HOT}
+    if "min_new_tokens" in wish:
+        # `generate` then forgets the other.
+        wish.pop("min_length", None)
+    if "exponential_decay_length_penalty" in wish:
+        wish.setdefault("eos_token_id", some(2))
+        # `generate` gets these two penalties behind this processor, to which the scores are more than an order.
+        wish = {name: value for name, value in wish.items() if name not in ("presence_penalty", "frequency_penalty")}
+    length = 1 if "forced_bos_token_id" in wish else chance.randint(1, 30)
+    return [chance.choice(HOT) for _ in range(length)], wish
+
+
+@pytest.fixture(scope="module")
+def smol(tools):
+    """SmolLM2-135M with two of its layers and random weights."""
+    sizes = {"hidden_size": 576, "intermediate_size": 1536, "num_attention_heads": 9, "num_key_value_heads": 3}
+    return tools.build(tools.llama_config(**sizes, vocab_size=49_152, tie_word_embeddings=True))
+
+
+@pytest.mark.parametrize(
+    ("number", "kernels", "use_async_batching"),
+    [
+        (6, "auto", True),
+        pytest.param(200, "reference", False, marks=pytest.mark.slow),
+        pytest.param(200, "auto", True, marks=pytest.mark.slow),
+    ],
+)
+def test_random_combinations_get_the_tokens_of_generate(smol, tools, number, kernels, use_async_batching):
+    """In few rows and a small cache, in two orders, while other requests come and are cancelled."""
+    chance, expected = random.Random(1), generates(smol, tools)
+    wanted = [random_wish(chance) for _ in range(number)]
+    settings = {"max_requests_per_batch": 5, "num_blocks": 12, "page_size": 8, "safety_margin": 0.0}
+    settings |= {"per_request_processors": True, "use_async_batching": use_async_batching}
+    with tools.running(cbtriton.enable(copy.deepcopy(smol)), None, {"default": kernels}, **settings) as manager:
+        for order in (list(range(number)), chance.sample(range(number), number)):
+            names, others, got = [], [], []
+
+            def take(names=names, got=got):
+                output = manager.get_result(names[len(got)], timeout=tools.patience)
+                got.append((output.error, output.generated_tokens))
+
+            for turn, i in enumerate(order):
+                prompt, wish = wanted[i]
+                names.append(manager.add_request(prompt, max_new_tokens=NUM_NEW, **wish))
+                prompt, wish = random_wish(chance)
+                others.append(manager.add_request(prompt, max_new_tokens=60, **wish))
+                if turn >= 3:
+                    take()
+                    manager.cancel_request(others[turn - 3])
+            while len(got) < number:
+                take()
+            assert got == [(None, expected(*wanted[i])) for i in order]
+        assert manager.stats().preemptions > 0

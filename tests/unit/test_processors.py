@@ -65,7 +65,8 @@ def expected_scores(model, options, history, prompt_length, logits):
     processors = model._get_logits_processor(
         config, input_ids_seq_length=prompt_length, encoder_input_ids=ids[:, :prompt_length], device="cpu"
     )
-    return processors(ids, logits[None])[0]
+    # EOS ids that grow become infinite there.
+    return processors(ids, logits[None])[0].clamp(max=torch.finfo(torch.float32).max)
 
 
 class Device:
