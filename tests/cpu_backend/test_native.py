@@ -42,6 +42,7 @@ QUICK = {
     "decode_attention": "(single_pass or split_kv) and (plain or sinks) and bfloat16",
     "varlen_attention": "flash and (plain or capped) and bfloat16",
     "sample": "fused and (exactly or normal-1003 or same_alone)",
+    "logprobs": "fused",
     "processors": "fused and (combinations or chains or equal)",
 }
 MODES = {"fast": "0", "checked": "1"}
