@@ -25,7 +25,6 @@ from cbtriton.stats import waste
 from cbtriton.stopping import StopDecision
 from cbtriton.swap import HostBlocks
 
-_GRAPHS_PER_BUCKET = 2
 # The allocator of CUDA devices gives out multiples of this.
 _ALLOCATION_BYTES = 512
 _ENDS, _GOES_ON = StopDecision("length", 0), StopDecision(None, 0)
@@ -190,9 +189,9 @@ class Simulation:
         """
         return sum(bucket.path == path for bucket in self.buckets)
 
-    def graph_bytes(self, facts: ModelFacts) -> int:
+    def graph_bytes(self, facts: ModelFacts, has_processors: bool = False) -> int:
         """Device memory that graphs of all buckets take; see the function of this name."""
-        return graph_bytes(self.buckets, facts)
+        return graph_bytes(self.buckets, facts, has_processors)
 
     def to_dict(self) -> dict[str, Any]:
         """The totals as plain values that `json.dumps` accepts."""
@@ -288,23 +287,24 @@ def simulate(config: EngineConfig, trace: Sequence[TraceRequest]) -> Simulation:
     )
 
 
-def graph_bytes(buckets: Iterable[Bucket], facts: ModelFacts) -> int:
-    """Device memory, in bytes, that captured graphs of these buckets take: two of each, one for greedy steps only.
+def graph_bytes(buckets: Iterable[Bucket], facts: ModelFacts, has_processors: bool = False) -> int:
+    """Device memory, in bytes, that captured graphs of these buckets take.
 
-    A graph keeps its results to itself: for each sampling row a token id, a log-probability and a flag, each column an
-    allocation of its own. Ids, positions and slots (24 bytes a token), logits (of `facts.logits_dtype_bytes`) and
-    activations live in memory that all graphs share, since one runs at a time: it is as large as the largest needs.
-    What the driver needs to launch a graph is not counted, nor what engines with logits processors have on top: a third
-    graph for each bucket, and 8 bytes of shared memory for each sampling row and token of the vocabulary.
+    Each bucket has one for greedy steps, one for others, and one for steps with logits processors where there may be
+    some. A graph keeps its results to itself: for each sampling row a token id, a log-probability and an outcome, each
+    column an allocation of its own. Ids, positions and slots (24 bytes a token), logits (of `facts.logits_dtype_bytes`),
+    what processors make of them (8 bytes for each) and activations live in memory that all graphs share, since one runs
+    at a time: it is as large as the largest needs. What the driver needs to launch a graph is not counted.
 
     Args:
         buckets: The buckets.
         facts: The model's sizes.
+        has_processors: Whether requests may have logits processors (`EngineConfig.has_processors`).
     """
     results, shared = 0, 0
     for bucket in buckets:
-        results += _GRAPHS_PER_BUCKET * sum(_allocated(size * bucket.num_samples) for size in (8, 4, 1))
-        logits = bucket.num_samples * facts.vocab_size * facts.logits_dtype_bytes
+        results += (2 + has_processors) * sum(_allocated(size * bucket.num_samples) for size in (8, 4, 4))
+        logits = bucket.num_samples * facts.vocab_size * (facts.logits_dtype_bytes + 8 * has_processors)
         shared = max(shared, logits + bucket.num_tokens * (24 + facts.activation_bytes_per_token))
     return results + shared
 

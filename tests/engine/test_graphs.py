@@ -488,10 +488,11 @@ def test_the_simulator_counts_the_graphs_of_greedy_steps(run, tools, use_async_b
     assert sum(result.num_variants(path) for path in ("varlen", "decode")) == found.stats.captures
 
 
-def test_the_simulator_knows_the_results_that_prepared_graphs_keep(run, tools):
-    found = run([tools.prompt(5)], None, HINTS)
+@pytest.mark.parametrize("has_processors", [False, True])
+def test_the_simulator_knows_the_results_that_prepared_graphs_keep(run, tools, has_processors):
+    found = run([tools.prompt(5)], None, HINTS, per_request_processors=has_processors)
     padding = PaddingPolicy.of(found.config)
     listed = [bucket for path in ("varlen", "decode") for bucket in padding.buckets(path, HINTS)]
     only_results = ModelFacts(0, 0, None, 0, 0, 0, 0, "cuda", 0)
     shared = 24 * max(bucket.num_tokens for bucket in listed)
-    assert found.prepared.graph_bytes == graph_bytes(listed, only_results) - shared
+    assert found.prepared.graph_bytes == graph_bytes(listed, only_results, has_processors) - shared

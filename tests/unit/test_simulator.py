@@ -175,7 +175,7 @@ def test_the_table_has_a_line_for_each_bucket_and_the_dictionary_is_json():
 
 def test_graphs_keep_their_results_and_share_the_memory_of_logits_and_activations():
     small, large = Bucket("decode", 2, 2, 2, 16), Bucket("varlen", 300, 100, 100, 16)
-    # Ids, log-probabilities and flags, of a greedy graph and of the other one.
+    # Ids, log-probabilities and outcomes, of a greedy graph and of the other one.
     results = {small: 2 * (512 + 512 + 512), large: 2 * (1024 + 512 + 512)}
     only_results = replace(FACTS, vocab_size=0, activation_bytes_per_token=0)
     assert {bucket: graph_bytes([bucket], only_results) for bucket in results} == {
@@ -183,6 +183,8 @@ def test_graphs_keep_their_results_and_share_the_memory_of_logits_and_activation
     }
     shared = 100 * 1000 * 4 + 300 * (24 + 1024)
     assert graph_bytes([small, large], FACTS) == sum(results.values()) + shared
+    # A third graph of each, and float32 scores with a word of their history.
+    assert graph_bytes([small, large], FACTS, has_processors=True) == sum(results.values()) * 3 // 2 + shared + 800_000
     assert graph_bytes([], FACTS) == 0
 
 
