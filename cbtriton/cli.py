@@ -1,35 +1,41 @@
 """The command `cbtriton`: a Hydra application over `conf/`, and the only module that knows of Hydra.
 
 Loads a model, runs a workload through the continuous batching manager, shows the answers and what they cost, and
-writes `result.json` and `timeline.png` into the run's folder. `cbtriton cache` shows what compilers have kept, and with
-`--clear` deletes it.
+writes `result.json`, `steps.jsonl` and `timeline.png` into the run's folder. A run of a sweep that fails writes its
+error there, and the sweep goes on. `cbtriton cache` shows what compilers have kept, and with `--clear` deletes it.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import dataclasses
 import logging
+import math
 import sys
-import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import InstantiationException
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
-from tqdm import tqdm
 
 from cbtriton import compile_cache
 from cbtriton.config import WorkloadHints
+from cbtriton.figures import write_timeline
 from cbtriton.model_zoo import LoadedModel, ModelUnavailableError, load_model
-from cbtriton.report import summarise, write_result_json, write_timeline
+from cbtriton.report import Summary, typical
 from cbtriton.request import GenerationOutput
+from cbtriton.results import Asked, clear, finished_before, write_failed, write_finished
 from cbtriton.workloads import Workload
 
 logger = logging.getLogger(__name__)
+
+# What a user can mend; its message says how.
+_MISTAKES = (ValueError, TypeError, NotImplementedError, ModelUnavailableError)
 
 
 def command() -> None:
@@ -53,18 +59,41 @@ def show_cache(words: Sequence[str]) -> None:
 
 
 @hydra.main(version_base="1.3", config_path="pkg://cbtriton.conf", config_name="config")
-def main(cfg: DictConfig) -> None:
-    """Runs what Hydra composed. A user's mistake ends it with one line and exit code 1."""
+def main(cfg: DictConfig) -> tuple[float, float]:
+    """Runs what Hydra composed. A user's mistake ends it with one line and exit code 1, or becomes a run's result.
+
+    Returns:
+        What a search looks at: output tokens per second, and the 95th percentile of the inter-token latency in
+        milliseconds. A run that failed is infinitely slow.
+    """
+    job = HydraConfig.get()
+    folder, is_sweep = Path(job.runtime.output_dir), job.mode == RunMode.MULTIRUN
+    asked = _asked(cfg, job)
+    if cfg.resume and (result := finished_before(folder, asked)) is not None:
+        print(f"skipped {folder}: it has the result of this configuration", flush=True)
+        return _objectives(result["summary"])
+    clear(folder)
     try:
-        run(cfg, Path(HydraConfig.get().runtime.output_dir))
-    except (ValueError, TypeError, NotImplementedError, ModelUnavailableError) as error:
+        summary = run(cfg, folder, asked)
+    except Exception as error:
         logger.debug("the whole traceback:", exc_info=True)
-        print(f"cbtriton: {error}", file=sys.stderr)
-        sys.exit(1)
+        write_failed(folder, asked, error)
+        if not is_sweep and not isinstance(error, _MISTAKES):
+            raise
+        print(f"cbtriton: {error}", file=sys.stderr, flush=True)
+        if not is_sweep:
+            sys.exit(1)
+        return 0.0, math.inf
+    return _objectives(dataclasses.asdict(summary))
 
 
-def run(cfg: DictConfig, output_dir: Path) -> None:
+def run(cfg: DictConfig, output_dir: Path, asked: Asked | None = None) -> Summary:
     """Runs one configuration and writes its results into `output_dir`.
+
+    Args:
+        cfg: The configuration.
+        output_dir: The run's folder.
+        asked: What the results say of where the configuration comes from; None for the configuration alone.
 
     Raises:
         ValueError: If the configuration asks for something impossible; so do `TypeError` and `NotImplementedError`.
@@ -73,7 +102,7 @@ def run(cfg: DictConfig, output_dir: Path) -> None:
     import cbtriton
 
     # What is wrong with the configuration shows before the model is loaded, which takes longer.
-    spec, source = _instantiate(cfg.model), _instantiate(cfg.workload)
+    spec, source, measure = _instantiate(cfg.model), _instantiate(cfg.workload), _instantiate(cfg.measure)
     batching, kernels = _instantiate(cfg.continuous_batching), _instantiate(cfg.kernels)
     loaded = load_model(spec)
     workload = source.build(loaded.tokenizer, loaded.model.config.get_text_config().vocab_size)
@@ -89,26 +118,41 @@ def run(cfg: DictConfig, output_dir: Path) -> None:
             manager.warmup(cfg.progress_bar)
         manager.start()
         print(f"{loaded.name}: {len(workload.prompts)} prompts of the workload {workload.name}", flush=True)
-        started = time.perf_counter()
-        outputs = _generate(manager, workload, progress_bar=cfg.progress_bar)
-        seconds = time.perf_counter() - started
-        stats, steps, engine_config = manager.stats(), manager.step_records(), manager.engine_config
+        repeats = measure.run(manager, workload, progress_bar=cfg.progress_bar)
+        stats, engine_config = manager.stats(), manager.engine_config
     finally:
         manager.destroy()
+    shown = typical(repeats)
     if cfg.print_answers:
-        _print_answers(loaded, workload, outputs)
-    summary = summarise(outputs, stats, seconds)
-    print(f"\n{summary.table()}")
-    write_result_json(
-        output_dir / "result.json",
-        summary=summary,
+        _print_answers(loaded, workload, shown.outputs)
+    print(f"\n{shown.summary.table()}")
+    if len(repeats) > 1:
+        rates = ", ".join(f"{repeat.summary.output_tokens_per_s:.1f}" for repeat in repeats)
+        print(f"\nthe median of {len(repeats)} repeats: {rates} output tokens/s")
+    write_timeline(output_dir / "timeline.png", shown.steps)
+    write_finished(
+        output_dir,
+        asked or Asked(_plain(cfg)),
+        repeats=repeats,
         stats=stats,
-        outputs=outputs,
         engine_config=engine_config.to_dict(),
-        asked=OmegaConf.to_container(cfg, resolve=True),  # pyright: ignore[reportArgumentType]
     )
-    write_timeline(output_dir / "timeline.png", steps)
-    print(f"\nwrote {output_dir / 'result.json'}\nwrote {output_dir / 'timeline.png'}")
+    print("\n" + "\n".join(f"wrote {output_dir / name}" for name in ("timeline.png", "steps.jsonl", "result.json")))
+    return shown.summary
+
+
+def _asked(cfg: DictConfig, job: Any) -> Asked:
+    choices = {group: name for group, name in job.runtime.choices.items() if name and not group.startswith("hydra/")}
+    return Asked(_plain(cfg), tuple(job.overrides.task), choices)
+
+
+def _plain(cfg: DictConfig) -> Any:
+    return OmegaConf.to_container(cfg, resolve=True)
+
+
+def _objectives(summary: Mapping[str, Any]) -> tuple[float, float]:
+    latency = summary["inter_token_latency"]
+    return summary["output_tokens_per_s"], latency["p95_ms"] if latency else math.inf
 
 
 def _instantiate(node: DictConfig) -> Any:
@@ -142,35 +186,7 @@ def _generation_config(model: Any, overrides: DictConfig) -> Any:
     return config
 
 
-def _generate(manager: Any, workload: Workload, *, progress_bar: bool) -> list[GenerationOutput]:
-    """Runs the workload and returns the finished outputs in the order of its prompts, sequences of one side by side."""
-    eos = {"eos_token_id": -1} if workload.ignore_eos else {}
-    request_ids = [
-        manager.add_request(list(prompt), max_new_tokens=limit, record_timestamps=True, **eos)
-        for prompt, limit in zip(workload.prompts, workload.max_new_tokens, strict=True)
-    ]
-    num_sequences = len(request_ids) * (manager.generation_config.num_return_sequences or 1)
-    finished: dict[str, GenerationOutput] = {}
-    num_tokens = 0
-    with tqdm(total=num_sequences, unit="request", disable=not progress_bar) as bar:
-        while len(finished) < num_sequences and (output := manager.get_result()) is not None:
-            if output.is_finished():
-                finished[output.request_id] = output
-                num_tokens += len(output.generated_tokens)
-                bar.set_postfix_str(f"{num_tokens} tokens, cache {manager.stats().cache_use:.0%}", refresh=False)
-                bar.update()
-    if len(finished) < num_sequences:
-        raise RuntimeError(f"the engine ended with {num_sequences - len(finished)} requests unfinished")
-    order = {request_id: place for place, request_id in enumerate(request_ids)}
-
-    def place(output: GenerationOutput) -> tuple[int, int]:
-        parent, _, child = output.request_id.partition("__child#")
-        return order[parent], int(child) + 1 if child else 0
-
-    return sorted(finished.values(), key=place)
-
-
-def _print_answers(loaded: LoadedModel, workload: Workload, outputs: list[GenerationOutput]) -> None:
+def _print_answers(loaded: LoadedModel, workload: Workload, outputs: Sequence[GenerationOutput]) -> None:
     if not workload.titles or loaded.tokenizer is None:
         return
     per_prompt = len(outputs) // len(workload.titles)

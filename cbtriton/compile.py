@@ -28,6 +28,7 @@ from torch.fx.experimental import _config as shapes_config
 
 from cbtriton.config import CompileSettings
 from cbtriton.plan import Path
+from cbtriton.stats import Preparation
 
 _logger = logging.getLogger(__name__)
 
@@ -46,6 +47,7 @@ class CompileMonitor:
         compilations: Graphs that were compiled.
         late_compilations: Those of them that were compiled after the warm-up.
         compile_time: Seconds that all took.
+        preparations: What was compiled for which bucket.
         is_warm: Whether the warm-up is over.
     """
 
@@ -53,6 +55,7 @@ class CompileMonitor:
         self.compilations = 0
         self.late_compilations = 0
         self.compile_time = 0.0
+        self.preparations: list[Preparation] = []
         self.is_warm = False
 
     @contextmanager
@@ -102,6 +105,7 @@ class CompileMonitor:
         seconds = sum(metrics.dynamo_cumulative_compile_time_us or 0 for metrics in newest) / 1e6
         self.compilations += count
         self.compile_time += seconds
+        self.preparations.append(Preparation("compile", name, count, seconds))
         if self.is_warm:
             self.late_compilations += count
             reasons = "; ".join(dict.fromkeys(str(metrics.recompile_reason) for metrics in newest))

@@ -375,6 +375,7 @@ class Engine:
             capture_time=self._graphs.capture_time,
             replays=self._graphs.replays,
             graph_bytes=self._graphs.num_bytes,
+            preparations=(*self._runner.monitor.preparations, *self._graphs.preparations),
         )
 
     def step_records(self) -> list[StepRecord]:

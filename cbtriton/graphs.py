@@ -21,6 +21,7 @@ from torch import Tensor
 
 from cbtriton.padding import Bucket
 from cbtriton.plan import Path
+from cbtriton.stats import Preparation
 from cbtriton.step_inputs import SampleFeatures
 
 _logger = logging.getLogger(__name__)
@@ -92,6 +93,7 @@ class GraphStore:
         failures: Keys that could not be captured.
         replays: Steps that were replayed.
         capture_time: Seconds that captures took, the runs before them and failures included.
+        preparations: What was captured for which bucket.
         num_bytes: Memory that is set aside for the graphs there are.
     """
 
@@ -106,6 +108,7 @@ class GraphStore:
         self.failures = 0
         self.replays = 0
         self.capture_time = 0.0
+        self.preparations: list[Preparation] = []
         self.num_bytes = 0
 
     def takes(self, path: Path) -> bool:
@@ -156,7 +159,9 @@ class GraphStore:
                     error,
                 )
         finally:
-            self.capture_time += time.perf_counter() - start
+            seconds = time.perf_counter() - start
+            self.capture_time += seconds
+            self.preparations.append(Preparation("capture", key.bucket.name, int(key in self._captured), seconds))
 
 
 def capturer_for(device: torch.device) -> Capturer | None:

@@ -1,30 +1,21 @@
-"""What a run was like: a summary for people, `result.json` for programs, `timeline.png` for a first look.
+"""The figures of a run, and what somebody else needs to know to repeat them.
 
 Works on finished outputs, counters and step records only; knows nothing of the engine that produced them.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import os
 import platform
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from cbtriton.request import GenerationOutput, RequestStatus
 from cbtriton.stats import EngineStats, StepRecord
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-
-# Okabe and Ito's colours, which people with any kind of colour vision tell apart.
-_BLUE, _ORANGE, _GREEN, _SKY, _RED, _GREY = "#0072B2", "#E69F00", "#009E73", "#56B4E9", "#D55E00", "#999999"
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +50,8 @@ class Summary:
         inter_token_latency: Between neighbouring tokens of a request, over all requests; None without timestamps.
         prefix_hit_rate: Share of the looked-up prompt tokens that the prefix cache provided, 0 to 1.
         preemptions: How often a running request lost its blocks.
-        padding_waste: (padded - real) / padded over all steps, 0 to 1.
+        padding_waste: (padded - real) / padded of the query tokens over all steps, 0 to 1.
+        kv_padding_waste: The same of each step's longest context, 0 to 1.
         steps: Steps that ran.
         time_split: Seconds of each stage of all steps: schedule, prepare, run, update.
     """
@@ -76,6 +68,7 @@ class Summary:
     prefix_hit_rate: float
     preemptions: int
     padding_waste: float
+    kv_padding_waste: float
     steps: int
     time_split: dict[str, float]
 
@@ -91,11 +84,38 @@ class Summary:
             "inter-token latency": _describe(self.inter_token_latency),
             "prefix-cache hits": f"{self.prefix_hit_rate:.1%} of prompt tokens",
             "preemptions": f"{self.preemptions}",
-            "padding waste": f"{self.padding_waste:.1%} of tokens run",
+            "padding waste": f"{self.padding_waste:.1%} of tokens run · {self.kv_padding_waste:.1%} of contexts",
             "stages (s)": times,
         }
         width = max(map(len, rows))
         return "\n".join(f"{name:<{width}}  {value}" for name, value in rows.items())
+
+
+@dataclass(frozen=True, slots=True)
+class Repeat:
+    """A workload that was run once.
+
+    Attributes:
+        summary: Its figures.
+        outputs: Its finished requests, in the order of the prompts.
+        steps: Its steps, in order.
+    """
+
+    summary: Summary
+    outputs: tuple[GenerationOutput, ...]
+    steps: tuple[StepRecord, ...]
+
+
+def typical(repeats: Sequence[Repeat]) -> Repeat:
+    """The repeat with the median throughput; of two in the middle the slower one.
+
+    Raises:
+        ValueError: If there is none.
+    """
+    if not repeats:
+        raise ValueError("there must be at least one repeat, got none")
+    ordered = sorted(repeats, key=lambda repeat: repeat.summary.output_tokens_per_s)
+    return ordered[(len(ordered) - 1) // 2]
 
 
 def summarise(outputs: Sequence[GenerationOutput], stats: EngineStats, seconds: float) -> Summary:
@@ -121,6 +141,7 @@ def summarise(outputs: Sequence[GenerationOutput], stats: EngineStats, seconds: 
         prefix_hit_rate=stats.prefix_hit_rate,
         preemptions=stats.preemptions,
         padding_waste=stats.padding_waste,
+        kv_padding_waste=stats.kv_padding_waste,
         steps=stats.steps,
         time_split={
             "schedule": stats.schedule_time,
@@ -161,131 +182,6 @@ def environment() -> dict[str, Any]:
             "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         },
     }
-
-
-def write_result_json(
-    path: Path,
-    *,
-    summary: Summary,
-    stats: EngineStats,
-    outputs: Sequence[GenerationOutput],
-    engine_config: Mapping[str, Any],
-    asked: Mapping[str, Any],
-) -> None:
-    """Writes everything that is known about a run.
-
-    Args:
-        path: File to write.
-        summary: The run's figures.
-        stats: The engine's counters.
-        outputs: The finished requests; all of their fields are written.
-        engine_config: The resolved configuration with its decisions.
-        asked: The configuration as the caller gave it.
-    """
-    result = {
-        "summary": dataclasses.asdict(summary),
-        "stats": dataclasses.asdict(stats),
-        "engine_config": dict(engine_config),
-        "asked": dict(asked),
-        "environment": environment(),
-        "requests": [{**dataclasses.asdict(output), "status": output.status.name} for output in outputs],
-    }
-    path.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
-def write_timeline(path: Path, steps: Sequence[StepRecord]) -> None:
-    """Draws what each step held over time: tokens by kind, requests, and blocks of the cache.
-
-    Args:
-        path: Picture to write; its ending chooses the format.
-        steps: Records of consecutive steps.
-
-    Raises:
-        ValueError: If there is no step.
-    """
-    if not steps:
-        raise ValueError("a timeline needs at least one step, got none")
-    timeline_figure(steps).savefig(path, dpi=120)
-
-
-def timeline_figure(steps: Sequence[StepRecord]) -> Figure:
-    """The figure that `write_timeline` saves."""
-    import numpy as np
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(11, 8), layout="constrained")
-    tokens, requests, cache = figure.subplots(3, 1, sharex=True, height_ratios=(3, 2, 2))
-    edges = _step_edges(steps)
-    _stack(
-        tokens,
-        edges,
-        {
-            "decode": ([s.decode_tokens for s in steps], _ORANGE),
-            "prefill": ([s.prefill_tokens for s in steps], _BLUE),
-            "padding": ([s.padding_tokens for s in steps], _GREY),
-        },
-    )
-    # A prefill step holds a hundred times the tokens of a decode step: on a linear axis the latter would vanish.
-    tokens.set_yscale("function", functions=(np.sqrt, np.square))
-    tokens.set(ylabel="tokens in the step\n(square-root scale)")
-    _stack(
-        requests,
-        edges,
-        {
-            "in the step": ([s.num_rows for s in steps], _ORANGE),
-            "waiting": ([s.num_waiting for s in steps], _SKY),
-        },
-    )
-    requests.set(ylabel="requests")
-    _mark_preemptions(requests, edges, steps)
-    _stack(
-        cache,
-        edges,
-        {
-            "in use": ([s.blocks_in_use for s in steps], _GREEN),
-            "cached prefixes": ([s.blocks_cached for s in steps], _SKY),
-        },
-    )
-    cache.set(ylabel="cache blocks", xlabel="time since the first step (s)", xlim=(0, edges[-1]))
-    figure.suptitle(f"{len(steps)} {'step' if len(steps) == 1 else 'steps'} in {edges[-1]:.2f} s")
-    for axes in (tokens, requests, cache):
-        _finish(axes)
-    return figure
-
-
-def _step_edges(steps: Sequence[StepRecord]) -> list[float]:
-    """Where steps begin, in seconds since the first one, and where the last one ends."""
-    last = steps[-1]
-    duration = last.schedule_time + last.prepare_time + last.run_time + last.update_time
-    starts = [step.start_time - steps[0].start_time for step in steps]
-    return [*starts, starts[-1] + max(duration, 1e-6)]
-
-
-def _stack(axes: Axes, edges: Sequence[float], layers: Mapping[str, tuple[Sequence[int], str]]) -> None:
-    """Draws layers of steps on top of one another; a layer without any content only shows in the legend."""
-    baseline: list[int] = [0] * (len(edges) - 1)
-    for label, (values, colour) in layers.items():
-        top = [low + value for low, value in zip(baseline, values, strict=True)]
-        axes.stairs(top, edges, baseline=baseline, fill=True, color=colour, label=label, linewidth=0)
-        baseline = top
-    axes.set_ylim(0, 1.08 * max(1, *baseline))
-
-
-def _mark_preemptions(axes: Axes, edges: Sequence[float], steps: Sequence[StepRecord]) -> None:
-    hits = [edge for edge, step in zip(edges, steps, strict=False) if step.num_preempted]
-    if hits:
-        tops = [step.num_rows + step.num_waiting for step in steps if step.num_preempted]
-        axes.plot(hits, tops, linestyle="none", marker="v", color=_RED, label="preemption", clip_on=False)
-
-
-def _finish(axes: Axes) -> None:
-    from matplotlib.ticker import MaxNLocator
-
-    axes.yaxis.set_major_locator(MaxNLocator(nbins=5, integer=True))
-    axes.grid(axis="y", alpha=0.3)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1.0), frameon=False, borderaxespad=0)
 
 
 def _quantile(ordered: Sequence[float], share: float) -> float:

@@ -6,7 +6,26 @@ readers get a copy.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections import Counter
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal
+
+# What these tell is a state, not something that adds up.
+_STATES = frozenset(
+    (
+        *(
+            "blocks_total",
+            "blocks_in_use",
+            "blocks_cached",
+            "blocks_pinned",
+            "blocks_free",
+            "num_running",
+            "num_waiting",
+        ),
+        *("host_blocks_total", "host_blocks_in_use", "host_cache_bytes", "cache_bytes", "weight_bytes"),
+        *("packed_weight_bytes", "table_bytes", "graph_bytes"),
+    )
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +73,23 @@ class StepRecord:
     update_time: float
 
 
+@dataclass(frozen=True, slots=True)
+class Preparation:
+    """What steps of one bucket cost once, before they could run.
+
+    Attributes:
+        kind: `compile` or `capture`.
+        bucket: Name of the sizes.
+        graphs: Graphs that were made; 0 where a capture failed.
+        seconds: Time that it took.
+    """
+
+    kind: Literal["compile", "capture"]
+    bucket: str
+    graphs: int
+    seconds: float
+
+
 @dataclass(slots=True)
 class EngineStats:
     """Totals since the engine was made. `prompt_tokens` counts admitted prompts once, even after a preemption.
@@ -62,7 +98,8 @@ class EngineStats:
     `compilations` counts graphs of the compiler, `late_compilations` those that a step waited for after a warm-up;
     `compile_time` is the seconds of both. `captures` counts graphs of the device, `capture_failures` those that could
     not be captured, `capture_time` the seconds of both, `replays` the steps that ran from a graph; `graph_bytes` is the
-    memory that graphs hold now, beside their nodes.
+    memory that graphs hold now, beside their nodes. `preparations` has one entry for each bucket that was compiled or
+    captured, in order.
 
     `offloads` counts preemptions whose blocks went to host memory; those of all others are computed again. `restores`
     counts requests that came back from there, with `restored_tokens` tokens; the prefix cache may have had more when
@@ -125,6 +162,21 @@ class EngineStats:
     capture_time: float = 0.0
     replays: int = 0
     graph_bytes: int = 0
+    preparations: tuple[Preparation, ...] = ()
+
+    def since(self, earlier: EngineStats) -> EngineStats:
+        """The same with everything that adds up counted from `earlier` on, a snapshot of the same engine."""
+        changes: dict[str, Any] = {
+            f.name: getattr(self, f.name) - getattr(earlier, f.name)
+            for f in fields(self)
+            if f.name not in _STATES and f.name not in ("buckets", "preparations")
+        }
+        return replace(
+            self,
+            **changes,
+            buckets=dict(Counter(self.buckets) - Counter(earlier.buckets)),
+            preparations=tuple((Counter(self.preparations) - Counter(earlier.preparations)).elements()),
+        )
 
     @property
     def bytes_by_purpose(self) -> dict[str, int]:

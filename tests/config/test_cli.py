@@ -18,6 +18,7 @@ from cbtriton.model_zoo import CharTokenizer, ModelSpec, load_model
 
 COMMAND = Path(sys.executable).with_name("cbtriton")
 QUIET = ("model=tiny_random", "model.device=cpu", "progress_bar=false")
+SMALL = ("workload=synthetic", "workload.num_requests=2", "workload.new_tokens.low=4", "workload.new_tokens.high=4")
 
 
 def run_here(output_dir: Path, *overrides: str) -> dict[str, Any]:
@@ -124,6 +125,79 @@ def test_a_users_mistake_is_one_line_and_exit_code_1(tmp_path: Path) -> None:
 def test_mistakes_that_show_late_are_named_too(tmp_path: Path, overrides: list[str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         run_here(tmp_path, *overrides)
+
+
+def command_here(monkeypatch: pytest.MonkeyPatch, folder: Path, *arguments: str) -> None:
+    """The whole command in this process."""
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "argv", ["cbtriton", *arguments, *QUIET, *SMALL])
+    cli.command()
+
+
+def test_a_sweep_goes_on_after_a_run_that_failed_and_skips_what_it_finished(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sweep = ("-m", "continuous_batching.page_size=2,16,32", "hydra.sweep.dir=here")
+    command_here(monkeypatch, tmp_path, *sweep)
+    results = [json.loads((tmp_path / "here" / f"{n}" / "result.json").read_text()) for n in range(3)]
+    assert [result["status"] for result in results] == ["failed", "finished", "finished"]
+    assert results[0]["error"]["message"].startswith("page_size must be at least 4, got 2")
+    assert results[1]["choices"]["workload"] == "synthetic"
+    assert "continuous_batching.page_size=16" in results[1]["overrides"]
+    assert "page_size must be at least 4" in capsys.readouterr().err
+
+    finished = [(tmp_path / "here" / f"{n}" / "result.json") for n in (1, 2)]
+    finished[1].unlink()
+    left = finished[0].read_bytes()
+    command_here(monkeypatch, tmp_path, *sweep, "resume=true")
+    assert finished[0].read_bytes() == left
+    assert finished[1].exists()
+    skipped = [line for line in capsys.readouterr().out.splitlines() if line.startswith("skipped")]
+    assert skipped == [f"skipped {tmp_path / 'here' / '1'}: it has the result of this configuration"]
+
+
+def test_a_sweep_that_goes_on_never_overwrites_what_another_has_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command_here(monkeypatch, tmp_path, "hydra.run.dir=here")
+    left = (tmp_path / "here" / "result.json").read_bytes()
+    with pytest.raises(SystemExit):
+        command_here(monkeypatch, tmp_path, "hydra.run.dir=here", "resume=true", "generation.do_sample=true")
+    assert "result of another configuration" in capsys.readouterr().err
+    assert (tmp_path / "here" / "result.json").read_bytes() == left
+
+
+def test_what_no_user_can_mend_ends_a_run_with_its_traceback_and_becomes_a_result_of_a_sweep(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def break_down(*_: Any, **__: Any) -> None:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(cli, "load_model", break_down)
+    with pytest.raises(SystemExit):
+        command_here(monkeypatch, tmp_path, "hydra.run.dir=here")
+    assert "Traceback" in capsys.readouterr().err
+    command_here(monkeypatch, tmp_path, "-m", "hydra.sweep.dir=there")
+    for folder in ("here", "there/0"):
+        assert json.loads((tmp_path / folder / "result.json").read_text())["error"]["message"] == "out of memory"
+
+
+def test_every_repeat_keeps_its_figures_and_none_profits_from_the_one_before(tmp_path: Path) -> None:
+    result = run_here(tmp_path, *SMALL, "continuous_batching.page_size=4", "measure.repeats=3", "measure.warmup_runs=1")
+    repeats = result["repeats"]
+    assert len(repeats) == 3
+    assert len({repeat["seconds"] for repeat in repeats}) == 3
+    assert {repeat["prefix_hit_rate"] for repeat in repeats} == {0.0}
+    assert {(repeat["output_tokens"], repeat["steps"]) for repeat in repeats} == {(2 * 4, 4)}
+    assert result["stats"]["generated_tokens"] == 4 * 2 * 4
+    numbers = [json.loads(line)["repeat"] for line in (tmp_path / "steps.jsonl").read_text().splitlines()]
+    assert numbers == [0] * 4 + [1] * 4 + [2] * 4
+
+
+@pytest.mark.parametrize("mistake", ["measure.repeats=0", "measure.warmup_runs=-1"])
+def test_a_measurement_that_cannot_be_is_refused(tmp_path: Path, mistake: str) -> None:
+    with pytest.raises(ValueError, match=f"{mistake.split('=')[0]} must be at least"):
+        run_here(tmp_path, *SMALL, mistake)
 
 
 def test_help_shows_groups_and_examples(tmp_path: Path) -> None:

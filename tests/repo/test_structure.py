@@ -53,8 +53,9 @@ PLACES = {
     "mixin": Place("top", 9),
     "__init__": Place("top", 10),
     # Tools around the engine: they read its records (level 0 to 2) and never the engine itself.
-    **dict.fromkeys(("model_zoo", "report", "compile_cache"), Place("tool", 3)),
-    "workloads": Place("tool", 4),
+    **dict.fromkeys(("model_zoo", "report", "compile_cache", "figures"), Place("tool", 3)),
+    **dict.fromkeys(("workloads", "results"), Place("tool", 4)),
+    "measure": Place("tool", 5),
     "cli": Place("top", 11),
 }
 
@@ -108,7 +109,7 @@ def test_a_module_uses_only_the_libraries_of_its_side(path: Path) -> None:
         "host": set[str](),
         "device": {"torch", "transformers"},
         "top": {"torch", "transformers", "tqdm"},
-        "tool": {"torch", "transformers", "matplotlib", "numpy", "accelerate", "gguf"},
+        "tool": {"torch", "transformers", "matplotlib", "numpy", "accelerate", "gguf", "tqdm"},
     }[PLACES[path.stem].side]
     extra = {"config": {"transformers"}, "cli": {"hydra", "omegaconf"}, "compile_cache": {"triton"}}.get(
         path.stem, set()

@@ -1,26 +1,15 @@
-"""The report: figures against a calculation by hand, files that can be read back, a picture that shows everything."""
+"""The report: figures against a calculation by hand."""
 
 from __future__ import annotations
 
-import json
 import statistics
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 
-from cbtriton.report import (
-    Percentiles,
-    first_token_times,
-    inter_token_times,
-    summarise,
-    timeline_figure,
-    write_result_json,
-    write_timeline,
-)
+from cbtriton.report import Percentiles, Repeat, first_token_times, inter_token_times, summarise, typical
 from cbtriton.request import GenerationOutput, RequestStatus
-from cbtriton.stats import EngineStats, StepRecord
+from cbtriton.stats import EngineStats, Preparation
 
 OUTPUTS = [
     GenerationOutput(
@@ -47,16 +36,13 @@ STATS = EngineStats(
     prefill_tokens=60,
     decode_tokens=20,
     padding_tokens=20,
+    kv_tokens=300,
+    padding_kv_tokens=100,
     prefix_cached_tokens=3,
     prefix_queried_tokens=12,
     preemptions=2,
     run_time=0.5,
 )
-
-
-def step(index: int, start: float, **changes: int) -> StepRecord:
-    base = StepRecord(index, start, "varlen", 3, 100, 2, "varlen:107x4x64", 5, 60, 4, 0, 4, 1, 2, 0.1, 0.1, 0.2, 0.1)
-    return replace(base, **changes)  # type: ignore[arg-type]
 
 
 def test_throughput_and_shares_are_those_calculated_by_hand() -> None:
@@ -66,6 +52,7 @@ def test_throughput_and_shares_are_those_calculated_by_hand() -> None:
     assert summary.total_tokens_per_s == (5 + 4) / 2.0
     assert summary.prefix_hit_rate == 0.25
     assert summary.padding_waste == 0.2
+    assert summary.kv_padding_waste == 0.25
     assert summary.time_split == {"schedule": 0.0, "prepare": 0.0, "run": 0.5, "update": 0.0}
 
 
@@ -109,62 +96,20 @@ def test_seconds_must_be_positive() -> None:
         summarise(OUTPUTS, STATS, seconds=0)
 
 
-def test_result_json_holds_every_field_of_stats_summary_and_requests(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("rates", "chosen"), [([3.0], 3.0), ([1.0, 9.0, 4.0], 4.0), ([9.0, 2.0, 7.0, 4.0], 4.0)])
+def test_the_typical_repeat_has_the_median_throughput(rates: list[float], chosen: float) -> None:
     summary = summarise(OUTPUTS, STATS, seconds=2.0)
-    write_result_json(
-        tmp_path / "result.json",
-        summary=summary,
-        stats=STATS,
-        outputs=OUTPUTS,
-        engine_config={"page_size": 16, "decisions": [{"field": "num_blocks", "why": "memory"}]},
-        asked={"continuous_batching": {"page_size": 16}},
+    repeats = [Repeat(replace(summary, output_tokens_per_s=rate), (), ()) for rate in rates]
+    assert typical(repeats).summary.output_tokens_per_s == chosen
+    with pytest.raises(ValueError, match="at least one repeat"):
+        typical([])
+
+
+def test_stats_since_a_snapshot_count_what_came_after_it_and_keep_states() -> None:
+    old, new = Preparation("compile", "a", 1, 2.0), Preparation("capture", "a", 1, 0.5)
+    earlier = EngineStats(steps=3, run_time=1.0, blocks_in_use=7, buckets={"a": 2, "b": 1}, preparations=(old, new))
+    later = EngineStats(
+        steps=8, run_time=1.5, blocks_in_use=4, buckets={"a": 2, "b": 4, "c": 1}, preparations=(old, old, new)
     )
-    result = json.loads((tmp_path / "result.json").read_text())
-    assert result["stats"] == {name: getattr(STATS, name) for name in EngineStats.__dataclass_fields__}
-    assert result["summary"]["time_to_first_token"]["p50_ms"] == pytest.approx(1000.0)
-    assert result["engine_config"]["decisions"][0]["why"] == "memory"
-    assert result["asked"]["continuous_batching"]["page_size"] == 16
-    assert set(result["requests"][0]) == set(GenerationOutput.__dataclass_fields__)
-    assert [r["status"] for r in result["requests"]] == ["FINISHED", "FAILED", "FINISHED"]
-    assert set(result["environment"]["versions"]) == {"python", "cbtriton", "torch", "triton", "transformers"}
-    assert result["environment"]["versions"]["torch"]
-    assert set(result["environment"]) == {"versions", "git", "machine"}
-    assert result["environment"]["machine"]["cores"] >= 1
-
-
-@pytest.mark.parametrize("count", [1, 3, 3000])
-def test_a_timeline_of_any_length_is_a_picture(tmp_path: Path, count: int) -> None:
-    write_timeline(tmp_path / "t.png", [step(i, 5.0 + i) for i in range(count)])
-    assert (tmp_path / "t.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_the_timeline_stacks_what_a_step_held_and_names_it() -> None:
-    figure = timeline_figure([step(0, 5.0), step(1, 6.0, prefill_tokens=0, num_preempted=1)])
-    tokens, requests, cache = figure.axes
-    tops = {patch.get_label(): list(patch.get_data().values) for patch in tokens.patches}  # type: ignore[attr-defined]
-    assert tops == {"decode": [2, 2], "prefill": [102, 2], "padding": [107, 7]}
-    edges = list(tokens.patches[0].get_data().edges)  # type: ignore[attr-defined]
-    assert edges == pytest.approx([0.0, 1.0, 1.5])
-    assert [label.get_text() for label in requests.get_legend().get_texts()] == ["in the step", "waiting", "preemption"]  # type: ignore[union-attr]
-    assert list(requests.lines[0].get_xdata()) == [1.0]
-    assert [patch.get_label() for patch in cache.patches] == ["in use", "cached prefixes"]
-    assert "(s)" in cache.get_xlabel()
-
-
-def test_nothing_in_the_timeline_overlaps() -> None:
-    figure = timeline_figure([step(i, 5.0 + i, num_preempted=i % 2) for i in range(300)])
-    canvas = FigureCanvasAgg(figure)
-    canvas.draw()
-    renderer = canvas.get_renderer()
-    boxes = [axes.get_tightbbox(renderer) for axes in figure.axes] + [figure._suptitle.get_window_extent(renderer)]  # type: ignore[attr-defined]
-    for i, one in enumerate(boxes):
-        assert not any(one.padded(-1).overlaps(other.padded(-1)) for other in boxes[i + 1 :])
-    for axes in figure.axes:
-        legend = axes.get_legend().get_window_extent(renderer)  # type: ignore[union-attr]
-        assert not legend.overlaps(axes.get_window_extent(renderer))
-        assert legend.x1 <= figure.bbox.x1
-
-
-def test_a_timeline_without_steps_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="at least one step"):
-        write_timeline(tmp_path / "t.png", [])
+    expected = EngineStats(steps=5, run_time=0.5, blocks_in_use=4, buckets={"b": 3, "c": 1}, preparations=(old,))
+    assert later.since(earlier) == expected
