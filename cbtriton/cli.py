@@ -13,6 +13,7 @@ import dataclasses
 import logging
 import math
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from typing import Any
 import hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import InstantiationException
+from hydra.experimental.callback import Callback
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
@@ -29,7 +31,7 @@ from cbtriton.figures import write_timeline
 from cbtriton.model_zoo import LoadedModel, ModelUnavailableError, load_model
 from cbtriton.report import Summary, typical
 from cbtriton.request import GenerationOutput
-from cbtriton.results import Asked, clear, finished_before, write_failed, write_finished
+from cbtriton.results import Asked, clear, finished_before, read_result, write_failed, write_finished
 from cbtriton.workloads import Workload
 
 logger = logging.getLogger(__name__)
@@ -85,6 +87,16 @@ def main(cfg: DictConfig) -> tuple[float, float]:
             sys.exit(1)
         return 0.0, math.inf
     return _objectives(dataclasses.asdict(summary))
+
+
+class SweepEnd(Callback):
+    """Says at the end of a sweep how its runs ended, and how to look at them."""
+
+    def on_multirun_end(self, config: DictConfig, **_: Any) -> None:
+        """Called by Hydra in the process that was started, whatever launched the runs."""
+        folder = Path(config.hydra.sweep.dir)
+        states = Counter(read_result(path)["status"] for path in folder.rglob("result.json"))
+        print(f"\n{states['finished']} runs finished, {states['failed']} failed: cbtriton-report {folder}", flush=True)
 
 
 def run(cfg: DictConfig, output_dir: Path, asked: Asked | None = None) -> Summary:
