@@ -1,10 +1,15 @@
-"""Pictures of runs, all in one style: what a step held, what was wasted, what was gained."""
+"""Pictures of runs, all in one style: what a step held, what was wasted, what was gained.
+
+Every function takes plain numbers and returns a picture; `save` writes it for screens and for print.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ParamSpec
 
 from cbtriton.stats import StepRecord
 
@@ -14,6 +19,39 @@ if TYPE_CHECKING:
 
 # Okabe and Ito's colours, which people with any kind of colour vision tell apart.
 _BLUE, _ORANGE, _GREEN, _SKY, _RED, _GREY = "#0072B2", "#E69F00", "#009E73", "#56B4E9", "#D55E00", "#999999"
+_STYLE = {
+    "font.size": 10,
+    "axes.titlesize": 10,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.axisbelow": True,
+    "legend.frameon": False,
+    "svg.hashsalt": "cbtriton",
+}
+_MOST_BARS = 40
+
+_P = ParamSpec("_P")
+
+
+def _styled(draw: Callable[_P, Figure]) -> Callable[_P, Figure]:
+    """Draws in the style of this module, and leaves the caller's as it is."""
+
+    @wraps(draw)
+    def styled(*args: _P.args, **kwargs: _P.kwargs) -> Figure:
+        from matplotlib import rc_context
+
+        with rc_context(_STYLE):
+            return draw(*args, **kwargs)
+
+    return styled
+
+
+def save(figure: Figure, stem: Path) -> list[Path]:
+    """Writes `stem.png` for screens and `stem.svg` for print, and returns both paths."""
+    paths = [stem.with_name(f"{stem.name}.{ending}") for ending in ("png", "svg")]
+    for path in paths:
+        figure.savefig(path, dpi=160)
+    return paths
 
 
 def write_timeline(path: Path, steps: Sequence[StepRecord]) -> None:
@@ -31,6 +69,7 @@ def write_timeline(path: Path, steps: Sequence[StepRecord]) -> None:
     timeline_figure(steps).savefig(path, dpi=120)
 
 
+@_styled
 def timeline_figure(steps: Sequence[StepRecord]) -> Figure:
     """The figure that `write_timeline` saves."""
     import numpy as np
@@ -106,6 +145,197 @@ def _finish(axes: Axes) -> None:
 
     axes.yaxis.set_major_locator(MaxNLocator(nbins=5, integer=True))
     axes.grid(axis="y", alpha=0.3)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1.0), frameon=False, borderaxespad=0)
+    _legend_beside(axes)
+
+
+def _legend_beside(axes: Axes) -> None:
+    axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1.0), borderaxespad=0)
+
+
+@_styled
+def padding_waste_figure(
+    q_intervals: Sequence[str],
+    kv_intervals: Sequence[str],
+    waste: Mapping[str, Sequence[Sequence[float | None]]],
+) -> Figure:
+    """A heat map for each kind of waste.
+
+    Args:
+        q_intervals: Query intervals, one for each row.
+        kv_intervals: KV intervals, one for each column.
+        waste: For each kind (its title) rows of shares, 0 to 1; None where no run has that pair.
+    """
+    import numpy as np
+    from matplotlib.figure import Figure
+
+    figure = Figure(
+        figsize=(2.2 + len(waste) * (1.2 + 0.9 * len(kv_intervals)), 1.6 + 0.6 * len(q_intervals)), layout="constrained"
+    )
+    panels = figure.subplots(1, len(waste), sharey=True, squeeze=False)[0]
+    image = None
+    for axes, (title, rows) in zip(panels, waste.items(), strict=True):
+        shares = np.array([[np.nan if cell is None else 100 * cell for cell in row] for row in rows])
+        image = axes.imshow(shares, cmap="cividis_r", vmin=0, vmax=100, aspect="auto")
+        for (row, column), share in np.ndenumerate(shares):
+            text = "–" if np.isnan(share) else f"{share:.0f}"
+            axes.text(column, row, text, ha="center", va="center", color="white" if share > 55 else "black")
+        axes.set(title=title, xlabel="KV interval (tokens)")
+        axes.set_xticks(range(len(kv_intervals)), kv_intervals)
+        axes.set_yticks(range(len(q_intervals)), q_intervals)
+        axes.tick_params(length=0)
+        axes.spines[:].set_visible(False)
+    panels[0].set_ylabel("query interval (tokens)")
+    if image is not None:
+        figure.colorbar(image, ax=list(panels), label="padding in what was run (%)")
+    return figure
+
+
+@_styled
+def step_sizes_figure(traces: Mapping[str, Sequence[StepRecord]]) -> Figure:
+    """Tokens of each step with what was added to them, one panel for each run on a common scale.
+
+    Args:
+        traces: The steps of each run, by the panel's title.
+    """
+    import numpy as np
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 1.2 + 1.5 * len(traces)), layout="constrained")
+    panels = figure.subplots(len(traces), 1, sharex=True, sharey=True, squeeze=False)[:, 0]
+    top = 1
+    for axes, (title, steps) in zip(panels, traces.items(), strict=True):
+        edges = [float(number) for number in range(len(steps) + 1)]
+        real = [step.prefill_tokens + step.decode_tokens for step in steps]
+        _stack(axes, edges, {"tokens": (real, _BLUE), "padding": ([s.padding_tokens for s in steps], _GREY)})
+        top = max([top, *(step.padding_tokens + tokens for step, tokens in zip(steps, real, strict=True))])
+        axes.set_title(title, loc="left")
+        axes.grid(axis="y", alpha=0.3)
+    # As in the timeline: on a linear axis decode steps would vanish beside prefill steps.
+    panels[0].set_yscale("function", functions=(np.sqrt, np.square))
+    panels[0].set_ylim(0, 1.08 * top)
+    panels[0].set_yticks(_square_ticks(top))
+    _legend_beside(panels[0])
+    panels[-1].set_xlabel("step")
+    panels[-1].set_xlim(0, max(map(len, traces.values())))
+    figure.supylabel("tokens in the step (square-root scale)", fontsize=10)
+    return figure
+
+
+def _square_ticks(top: int) -> list[int]:
+    """Round numbers that stand about evenly on a square-root scale, 0 and at most 3 more."""
+    ticks = [0]
+    for share in (0.1, 0.4, 0.95):
+        unit = 10 ** max(len(str(int(share * top))) - 1, 0)
+        ticks.append(int(share * top) // unit * unit)
+    return sorted(set(ticks))
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """A run among others.
+
+    Attributes:
+        label: Its name.
+        rate: Output tokens per second.
+        latency_ms: 95th percentile of the inter-token latency, in milliseconds.
+        is_front: Whether no other run beats it in both.
+    """
+
+    label: str
+    rate: float
+    latency_ms: float
+    is_front: bool
+
+
+@_styled
+def throughput_latency_figure(points: Sequence[Point]) -> Figure:
+    """All runs, with those that no other beats in both joined and named."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    axes = figure.subplots()
+    front = sorted((point for point in points if point.is_front), key=lambda point: point.rate)
+    others = [point for point in points if not point.is_front]
+    axes.plot([p.rate for p in others], [p.latency_ms for p in others], "o", color=_GREY, label="other runs")
+    axes.plot(
+        [p.rate for p in front],
+        [p.latency_ms for p in front],
+        "o-",
+        color=_RED,
+        label="Pareto front",
+        drawstyle="steps-post",
+    )
+    axes.set(xlabel="output tokens/s (more is better)", ylabel="p95 inter-token latency (ms; less is better)")
+    axes.margins(0.12)
+    axes.set_ylim(bottom=0)
+    axes.grid(alpha=0.3)
+    _legend_beside(axes)
+    _name_points(axes, front)
+    return figure
+
+
+def _name_points(axes: Axes, points: Sequence[Point]) -> None:
+    """Names points below their marks. Where two are too near, the second goes without: tables have them all."""
+    taken: list[tuple[float, float]] = []
+    for point in points:
+        x, y = axes.transData.transform((point.rate, point.latency_ms))
+        width = 7 * len(point.label) + 12
+        if all(abs(x - other_x) > width or abs(y - other_y) > 16 for other_x, other_y in taken):
+            taken.append((x, y))
+            axes.annotate(
+                point.label, (point.rate, point.latency_ms), (0, -7), textcoords="offset points", ha="center", va="top"
+            )
+
+
+@_styled
+def preparation_figure(seconds: Mapping[str, Mapping[str, float]]) -> Figure:
+    """Seconds of compiling and capturing for each bucket, the longest first and at most 40 of them.
+
+    Args:
+        seconds: By bucket, then by kind (`compile`, `capture`).
+    """
+    shown = sorted(seconds.items(), key=lambda item: -sum(item[1].values()))[:_MOST_BARS]
+    figure, axes = _bars([bucket for bucket, _ in shown])
+    left = [0.0] * len(shown)
+    for kind, colour in (("compile", _BLUE), ("capture", _ORANGE)):
+        widths = [kinds.get(kind, 0.0) for _, kinds in shown]
+        if any(widths):
+            axes.barh(range(len(shown)), widths, left=left, color=colour, label=kind)
+            left = [low + width for low, width in zip(left, widths, strict=True)]
+    total = sum(sum(kinds.values()) for kinds in seconds.values())
+    rest = f", the {len(shown)} longest" if len(seconds) > len(shown) else ""
+    axes.set(xlabel="seconds", title=f"{len(seconds)} buckets{rest}; {total:.1f} s in all")
+    _legend_beside(axes)
+    return figure
+
+
+@_styled
+def speed_ups_figure(speed_ups: Mapping[str, Sequence[float]]) -> Figure:
+    """Throughput with each kernel beside its slot's reference: the mean as a bar, each pair of runs as a dot.
+
+    Args:
+        speed_ups: Ratios by kernel, above 1 where it is faster.
+    """
+    figure, axes = _bars(list(speed_ups))
+    for place, ratios in enumerate(speed_ups.values()):
+        mean = sum(ratios) / len(ratios)
+        axes.barh(place, mean, color=_SKY)
+        axes.plot(ratios, [place] * len(ratios), "o", color=_BLUE, markersize=4)
+        axes.annotate(
+            f"×{mean:.2f}", (max(ratios), place), (8, 0), textcoords="offset points", va="center", annotation_clip=False
+        )
+    axes.axvline(1, color=_GREY, linewidth=1)
+    axes.margins(x=0.15)
+    axes.set(xlabel="throughput beside the reference (1: the same)")
+    return figure
+
+
+def _bars(labels: Sequence[str]) -> tuple[Figure, Axes]:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 1.2 + 0.3 * len(labels)), layout="constrained")
+    axes = figure.subplots()
+    axes.set_yticks(range(len(labels)), labels)
+    axes.set_ylim(len(labels) - 0.4, -0.6)
+    axes.grid(axis="x", alpha=0.3)
+    return figure, axes
