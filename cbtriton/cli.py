@@ -10,8 +10,10 @@ from __future__ import annotations
 import argparse
 import copy
 import dataclasses
+import difflib
 import logging
 import math
+import re
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -19,11 +21,14 @@ from pathlib import Path
 from typing import Any
 
 import hydra
+from hydra import compose, initialize_config_module
+from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import InstantiationException
 from hydra.experimental.callback import Callback
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import MissingMandatoryValue
 
 from cbtriton import compile_cache
 from cbtriton.config import WorkloadHints
@@ -45,7 +50,37 @@ def command() -> None:
     if sys.argv[1:2] == ["cache"]:
         show_cache(sys.argv[2:])
     else:
-        main()
+        try:
+            main()
+        except SystemExit as end:
+            # Hydra ends a program inside the handler of the error, whose message it has printed by then.
+            wrong = re.match(r"Could not override '(.+?)'", str(end.__context__))
+            if wrong is not None and (nearest := _nearest_key(wrong[1], sys.argv[1:])) is not None:
+                print(f"cbtriton: there is no {wrong[1]!r}; did you mean {nearest!r}?", file=sys.stderr)
+            raise
+
+
+def _nearest_key(wrong: str, words: Sequence[str]) -> str | None:
+    """The group or key most like `wrong`, where the words choose the files; None where nothing is like it."""
+    GlobalHydra.instance().clear()
+    with initialize_config_module("cbtriton.conf", version_base="1.3"):
+        groups = _groups(GlobalHydra.instance().config_loader(), "")
+        chosen = [word for word in words if word.partition("=")[0] in groups and "," not in word]
+        node = OmegaConf.to_container(compose("config", overrides=chosen))
+    near = difflib.get_close_matches(wrong, [*groups, *_dotted_keys(node)], n=1)
+    return near[0] if near else None
+
+
+def _groups(loader: Any, parent: str) -> list[str]:
+    own = (name for name in loader.list_groups(parent.rstrip("/")) if name not in ("hydra", "__pycache__"))
+    names = [f"{parent}{name}" for name in own]
+    return [*names, *(inner for name in names for inner in _groups(loader, f"{name}/"))]
+
+
+def _dotted_keys(node: Any, prefix: str = "") -> list[str]:
+    if not isinstance(node, dict):
+        return []
+    return [name for key, value in node.items() for name in (f"{prefix}{key}", *_dotted_keys(value, f"{prefix}{key}."))]
 
 
 def show_cache(words: Sequence[str]) -> None:
@@ -113,6 +148,9 @@ def run(cfg: DictConfig, output_dir: Path, asked: Asked | None = None) -> Summar
     """
     import cbtriton
 
+    for flag in ("print_answers", "progress_bar", "warmup", "resume"):
+        if not isinstance(cfg[flag], bool):
+            raise ValueError(f"{flag} must be true or false, got {cfg[flag]!r}")
     # What is wrong with the configuration shows before the model is loaded, which takes longer.
     spec, source, measure = _instantiate(cfg.model), _instantiate(cfg.workload), _instantiate(cfg.measure)
     batching, kernels = _instantiate(cfg.continuous_batching), _instantiate(cfg.kernels)
@@ -171,6 +209,8 @@ def _instantiate(node: DictConfig) -> Any:
     """Hydra's `instantiate`, but an error of the constructor comes out as it was raised."""
     try:
         return hydra.utils.instantiate(node)
+    except MissingMandatoryValue as error:
+        raise ValueError(f"{error.full_key} has no default; add {error.full_key}=VALUE") from error
     except InstantiationException as error:
         if isinstance(error.__cause__, ValueError | TypeError | NotImplementedError):
             raise error.__cause__ from None

@@ -138,13 +138,13 @@ def load_runs(folders: Sequence[Path]) -> list[Run]:
     return runs
 
 
-def unfinished(folders: Iterable[Path]) -> list[Path]:
+def unfinished_runs(folders: Iterable[Path]) -> list[Path]:
     """Folders of runs that were killed or still run: with a log of the command and no result."""
     logs = (path.parent for folder in folders for path in sorted(folder.rglob("cli.log")))
     return [folder for folder in logs if not (folder / "result.json").exists()]
 
 
-def pairs(before: Sweep, after: Sweep) -> tuple[list[tuple[Run, Run]], list[str]]:
+def matching_runs(before: Sweep, after: Sweep) -> tuple[list[tuple[Run, Run]], list[str]]:
     """Finished runs with the same settings, and the keys of these.
 
     What has one value in all runs of either side may differ: it is what is compared.

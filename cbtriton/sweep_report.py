@@ -16,9 +16,20 @@ from typing import Any
 
 from cbtriton import figures
 from cbtriton.comparison import Ratio, mean_ratio, ratio
-from cbtriton.sweep import FIGURES, KV_WASTE, LATENCY, PREFIX_HITS, RATE, WASTE, Run, Sweep, in_order, load_runs
-from cbtriton.sweep import pairs as pairs_of
-from cbtriton.sweep import unfinished as unfinished_runs
+from cbtriton.sweep import (
+    FIGURES,
+    KV_WASTE,
+    LATENCY,
+    PREFIX_HITS,
+    RATE,
+    WASTE,
+    Run,
+    Sweep,
+    in_order,
+    load_runs,
+    matching_runs,
+    unfinished_runs,
+)
 
 _SHARES = (WASTE, KV_WASTE, PREFIX_HITS)
 _Q, _KV = "continuous_batching.q_padding_interval_size", "continuous_batching.kv_padding_interval_size"
@@ -89,15 +100,16 @@ def compare(folders: Sequence[Path]) -> str:
     """
     if len(folders) != 2:
         raise ValueError(f"--compare takes two folders, got {len(folders)}")
-    pairs, keys = pairs_of(*(Sweep.of(load_runs([folder])) for folder in folders))
-    lines = [f"{folders[1]} beside {folders[0]}"]
+    before, after = (Sweep.of(load_runs([folder])) for folder in folders)
+    pairs, keys = matching_runs(before, after)
+    lines = [f"{folders[1]} beside {folders[0]}: {len(pairs)} pairs of {len(before.runs)} and {len(after.runs)} runs"]
     ratios = []
-    for before, after in pairs:
-        label = "".join(f"{_short(key)}={before.setting(key)}, " for key in keys)
-        rates = ratio(before.repeats(RATE), after.repeats(RATE))
+    for first, second in pairs:
+        label = "".join(f"{_short(key)}={first.setting(key)}, " for key in keys)
+        rates = ratio(first.repeats(RATE), second.repeats(RATE))
         ratios.append(rates.value)
         lines.append(f"{label}throughput: {rates.verdict('faster', 'slower')}")
-        if (latency := _latency_ratio(before, after)) is not None:
+        if (latency := _latency_ratio(first, second)) is not None:
             lines.append(f"{label}p95 inter-token latency: {latency.verdict('longer', 'shorter')}")
     if len(ratios) > 1:
         lines.append(f"throughput over {len(ratios)} settings: {mean_ratio(ratios).verdict('faster', 'slower')}")
