@@ -53,9 +53,10 @@ PLACES = {
     "mixin": Place("top", 9),
     "__init__": Place("top", 10),
     # Tools around the engine: they read its records (level 0 to 2) and never the engine itself.
-    **dict.fromkeys(("model_zoo", "report", "compile_cache", "figures"), Place("tool", 3)),
+    **dict.fromkeys(("model_zoo", "report", "compile_cache", "figures", "comparison"), Place("tool", 3)),
     **dict.fromkeys(("workloads", "results"), Place("tool", 4)),
-    "measure": Place("tool", 5),
+    **dict.fromkeys(("measure", "sweep"), Place("tool", 5)),
+    "sweep_report": Place("tool", 6),
     "cli": Place("top", 11),
 }
 

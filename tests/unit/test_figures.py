@@ -6,9 +6,20 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from matplotlib import rcParams
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 
-from cbtriton.figures import timeline_figure, write_timeline
+from cbtriton.figures import (
+    Point,
+    padding_waste_figure,
+    preparation_figure,
+    save,
+    speed_ups_figure,
+    step_sizes_figure,
+    throughput_latency_figure,
+    timeline_figure,
+    write_timeline,
+)
 from cbtriton.stats import StepRecord
 
 
@@ -36,18 +47,74 @@ def test_the_timeline_stacks_what_a_step_held_and_names_it() -> None:
     assert "(s)" in cache.get_xlabel()
 
 
-def test_nothing_in_the_timeline_overlaps() -> None:
-    figure = timeline_figure([step(i, 5.0 + i, num_preempted=i % 2) for i in range(300)])
+STEPS = [step(i, 5.0 + i, num_preempted=i % 2) for i in range(300)]
+PICTURES = {
+    "timeline": timeline_figure(STEPS),
+    "padding_waste": padding_waste_figure(
+        ["16", "64", "1024"],
+        ["256", "1024", "16384"],
+        {"query tokens": [[0.1, 0.5, 0.99]] * 3, "contexts": [[None] * 3] * 3},
+    ),
+    "step_sizes": step_sizes_figure({f"query interval {4**n}": STEPS for n in range(2, 6)}),
+    "throughput_latency": throughput_latency_figure(
+        [Point(f"multirun/{i}", 100.0 + i, 5 + i % 7, i % 7 == 0) for i in range(40)]
+    ),
+    "preparation": preparation_figure(
+        {f"varlen:{16384 - i}x1024x131072": {"compile": 1.0 + i, "capture": 0.5} for i in range(50)}
+    ),
+    "speed_ups": speed_ups_figure({"decode_attention: single_pass": [1.5, 12.5], "sample: fused": [0.5]}),
+}
+
+
+@pytest.mark.parametrize("name", PICTURES)
+def test_nothing_in_a_picture_overlaps_or_is_cut(name: str) -> None:
+    figure = PICTURES[name]
     canvas = FigureCanvasAgg(figure)
     canvas.draw()
     renderer = canvas.get_renderer()
-    boxes = [axes.get_tightbbox(renderer) for axes in figure.axes] + [figure._suptitle.get_window_extent(renderer)]  # type: ignore[attr-defined]
+    titles = [text for text in (figure._suptitle, figure._supylabel) if text is not None]  # type: ignore[attr-defined]
+    boxes = [axes.get_tightbbox(renderer) for axes in figure.axes] + [t.get_window_extent(renderer) for t in titles]
     for i, one in enumerate(boxes):
+        assert figure.bbox.padded(1).containsx(one.x0)
+        assert figure.bbox.padded(1).containsx(one.x1)
+        assert figure.bbox.padded(1).containsy(one.y0)
+        assert figure.bbox.padded(1).containsy(one.y1)
         assert not any(one.padded(-1).overlaps(other.padded(-1)) for other in boxes[i + 1 :])
     for axes in figure.axes:
-        legend = axes.get_legend().get_window_extent(renderer)  # type: ignore[union-attr]
-        assert not legend.overlaps(axes.get_window_extent(renderer))
-        assert legend.x1 <= figure.bbox.x1
+        if (legend := axes.get_legend()) is not None:
+            assert not legend.get_window_extent(renderer).overlaps(axes.get_window_extent(renderer))
+        ticks = [axes.get_xticklabels(), axes.get_yticklabels(), axes.texts]
+        for labels in ([label for label in group if label.get_text()] for group in ticks):
+            spans = [label.get_window_extent(renderer) for label in labels]
+            assert not any(one.overlaps(other) for i, one in enumerate(spans) for other in spans[i + 1 :])
+
+
+def test_every_axis_has_a_name_with_its_unit() -> None:
+    units = ("tokens", "requests", "cache blocks", "(s)", "(ms", "tokens/s", "seconds", "(%)", "step", "1: the same")
+    for figure in PICTURES.values():
+        shared = [figure._supylabel.get_text()] if figure._supylabel else []  # type: ignore[attr-defined]
+        labels = [label for axes in figure.axes for label in (axes.get_xlabel(), axes.get_ylabel()) if label] + shared
+        assert labels
+        assert all(any(unit in label for unit in units) for label in labels)
+
+
+def test_the_style_of_others_is_left_alone() -> None:
+    before = dict(rcParams)
+    timeline_figure(STEPS[:3])
+    assert dict(rcParams) == before
+
+
+def test_pictures_are_saved_for_screens_and_for_print(tmp_path: Path) -> None:
+    png, svg = save(PICTURES["speed_ups"], tmp_path / "a.b")
+    assert (png.name, svg.name) == ("a.b.png", "a.b.svg")
+    assert png.read_bytes().startswith(b"\x89PNG")
+    assert "</svg>" in svg.read_text()
+
+
+def test_a_step_shows_its_tokens_and_what_was_added() -> None:
+    (axes,) = step_sizes_figure({"one": [step(0, 5.0), step(1, 6.0, prefill_tokens=0)]}).axes
+    tops = {patch.get_label(): list(patch.get_data().values) for patch in axes.patches}  # type: ignore[attr-defined]
+    assert tops == {"tokens": [102, 2], "padding": [107, 7]}
 
 
 def test_a_timeline_without_steps_is_refused(tmp_path: Path) -> None:
