@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from hydra import compose, initialize_config_module
 
-from cbtriton import cli
+from cbtriton import cli, sweep_report
 from cbtriton.model_zoo import CharTokenizer, ModelSpec, load_model
 
 COMMAND = Path(sys.executable).with_name("cbtriton")
@@ -120,6 +121,8 @@ def test_a_users_mistake_is_one_line_and_exit_code_1(tmp_path: Path) -> None:
         (["+generation.num_beams=4"], "num_beams"),
         (["+generation.temprature=4"], "generation has no field temprature"),
         (["kernels.sample=fast"], "fast"),
+        (["workload=file"], "workload.path has no default; add workload.path=VALUE"),
+        (["warmup=perhaps"], "warmup must be true or false, got 'perhaps'"),
     ],
 )
 def test_mistakes_that_show_late_are_named_too(tmp_path: Path, overrides: list[str], message: str) -> None:
@@ -144,7 +147,13 @@ def test_a_sweep_goes_on_after_a_run_that_failed_and_skips_what_it_finished(
     assert results[0]["error"]["message"].startswith("page_size must be at least 4, got 2")
     assert results[1]["choices"]["workload"] == "synthetic"
     assert "continuous_batching.page_size=16" in results[1]["overrides"]
-    assert "page_size must be at least 4" in capsys.readouterr().err
+    printed = capsys.readouterr()
+    assert "page_size must be at least 4" in printed.err
+    assert "2 runs finished, 1 failed: cbtriton-report here" in printed.out
+    sweep_report.write_report([tmp_path / "here"], tmp_path / "report")
+    rows = [line.split("|") for line in (tmp_path / "report" / "report.md").read_text().splitlines()]
+    found = [[cell.strip() for cell in row[1:3]] for row in rows if len(row) > 5 and row[1].strip().isdigit()]
+    assert found == [["0", "2"], ["1", "16"], ["2", "32"]]
 
     finished = [(tmp_path / "here" / f"{n}" / "result.json") for n in (1, 2)]
     finished[1].unlink()
@@ -198,6 +207,59 @@ def test_every_repeat_keeps_its_figures_and_none_profits_from_the_one_before(tmp
 def test_a_measurement_that_cannot_be_is_refused(tmp_path: Path, mistake: str) -> None:
     with pytest.raises(ValueError, match=f"{mistake.split('=')[0]} must be at least"):
         run_here(tmp_path, *SMALL, mistake)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "nearest"),
+    [
+        ("continuous_batching.pagesize=16", "continuous_batching.page_size"),
+        ("workloads=chat", "workload"),
+        ("workload.num_request=3", "workload.num_requests"),
+        ("kernels/smple=reference", "kernels/sample"),
+    ],
+)
+def test_a_wrong_key_is_told_the_nearest_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], wrong: str, nearest: str
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        command_here(monkeypatch, tmp_path, wrong)
+    assert end.value.code == 1
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last == f"cbtriton: there is no {wrong.split('=')[0]!r}; did you mean {nearest!r}?"
+
+
+def test_a_wrong_option_is_told_the_right_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        command_here(monkeypatch, tmp_path, "sweep=page_sise")
+    assert "Available options in 'sweep'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("launcher", "package"), [("joblib", "joblib"), ("submitit_local", "submitit")])
+def test_launchers_run_a_sweep_in_processes_of_their_own(tmp_path: Path, launcher: str, package: str) -> None:
+    pytest.importorskip(f"hydra_plugins.hydra_{package}_launcher", reason=f"needs the extra {package}")
+    sweep = ("continuous_batching.page_size=2,16", "hydra.sweep.dir=here", f"hydra/launcher={launcher}")
+    done = run_command(tmp_path, "-m", *sweep, *QUIET, *SMALL)
+    assert done.returncode == 0, done.stderr
+    results = [json.loads((tmp_path / "here" / f"{n}" / "result.json").read_text()) for n in range(2)]
+    assert [result["status"] for result in results] == ["failed", "finished"]
+    assert "1 runs finished, 1 failed" in done.stdout
+
+
+def test_a_search_sees_throughput_and_latency_and_survives_a_failed_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("hydra_plugins.hydra_optuna_sweeper", reason="needs the extra optuna")
+    space = ("sweep=search", "hydra.sweeper.n_trials=4", "hydra.sweeper.sampler.seed=1", "measure=default")
+    grid = "continuous_batching.page_size=choice(2, 16)"
+    command_here(monkeypatch, tmp_path, "-m", *space, grid, "hydra.sweep.dir=here")
+    results = [json.loads(path.read_text()) for path in (tmp_path / "here").rglob("result.json")]
+    finished = [result["summary"] for result in results if result["status"] == "finished"]
+    assert 0 < len(finished) < len(results) == 4
+    found = yaml.safe_load((tmp_path / "here" / "optimization_results.yaml").read_text())["solutions"]
+    seen = {(summary["output_tokens_per_s"], summary["inter_token_latency"]["p95_ms"]) for summary in finished}
+    assert {tuple(solution["values"]) for solution in found} <= seen
 
 
 def test_help_shows_groups_and_examples(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from pathlib import Path
 
 import hydra.utils
@@ -29,15 +30,21 @@ def composed(*overrides: str) -> DictConfig:
         return compose("config", overrides=list(overrides))
 
 
+def skip_without_plugin(option: str) -> None:
+    if option.startswith("sweep=search"):
+        pytest.importorskip("hydra_plugins.hydra_optuna_sweeper", reason="needs the extra optuna")
+
+
 def test_every_group_has_an_option_to_test() -> None:
-    assert len(GROUP_OPTIONS) >= 19
+    assert len(GROUP_OPTIONS) >= 45
 
 
 @pytest.mark.parametrize("option", GROUP_OPTIONS)
 def test_every_file_composes_and_builds_what_it_names(option: str) -> None:
+    skip_without_plugin(option)
     cfg = composed(option, *MANDATORY.get(option, []))
     OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
-    for group in ("model", "workload", "continuous_batching", "kernels"):
+    for group in ("model", "workload", "continuous_batching", "kernels", "measure"):
         built = hydra.utils.instantiate(cfg[group])
         assert dataclasses.is_dataclass(built)
 
@@ -69,6 +76,61 @@ def test_default_yaml_has_the_fields_of_the_config_in_order_with_their_defaults(
 
 def test_default_yaml_builds_the_default_config() -> None:
     assert hydra.utils.instantiate(composed().continuous_batching) == ContinuousBatchingConfig()
+
+
+PRESETS = sorted(p.stem for p in (CONF / "continuous_batching").glob("*.yaml") if p.stem != "default")
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_preset_states_only_what_it_changes(preset: str) -> None:
+    written = yaml.safe_load((CONF / "continuous_batching" / f"{preset}.yaml").read_text())
+    assert written.pop("defaults") == ["default", "_self_"]
+    built = hydra.utils.instantiate(composed(f"continuous_batching={preset}").continuous_batching)
+    assert built == dataclasses.replace(ContinuousBatchingConfig(), **written)
+    assert all(value != getattr(ContinuousBatchingConfig(), key) for key, value in written.items())
+
+
+SWEEPS = sorted(option for option in GROUP_OPTIONS if option.startswith("sweep="))
+
+
+@pytest.mark.parametrize("sweep", SWEEPS)
+def test_every_value_of_a_grid_is_one_that_a_run_can_have(sweep: str) -> None:
+    """All values are tried, in as many runs as the longest list has; `search` draws its own."""
+    skip_without_plugin(sweep)
+    with initialize_config_module("cbtriton.conf", version_base="1.3"):
+        params = compose("config", overrides=[sweep], return_hydra_config=True).hydra.sweeper.params
+        options = {key: list_of_values(key, str(values)) for key, values in params.items()}
+        for number in range(max(map(len, options.values()))):
+            chosen = {key: values[number % len(values)] for key, values in options.items()}
+            cfg = compose("config", overrides=[sweep, *(f"{key}={value}" for key, value in chosen.items())])
+            built = {
+                group: hydra.utils.instantiate(cfg[group]) for group in ("continuous_batching", "kernels", "measure")
+            }
+            assert built["measure"].repeats > 1
+            for key, value in chosen.items():
+                group, _, name = key.replace("/", ".").partition(".")
+                assert str(getattr(built[group], name)).lower() == value
+
+
+def list_of_values(key: str, values: str) -> list[str]:
+    if values == "glob(*)":
+        return sorted(path.stem for path in (CONF / key).glob("*.yaml"))
+    inner = values.removeprefix("choice(").removeprefix("interval(").removesuffix(")")
+    return [value.strip() for value in inner.split(",")]
+
+
+@pytest.mark.parametrize("sweep", [sweep for sweep in SWEEPS if sweep.endswith("_quick")])
+def test_quick_grids_are_those_of_their_sweep_on_the_tiny_model(sweep: str) -> None:
+    skip_without_plugin(sweep)
+    with initialize_config_module("cbtriton.conf", version_base="1.3"):
+        quick = compose("config", overrides=[sweep], return_hydra_config=True)
+        whole = compose("config", overrides=[sweep.removesuffix("_quick")], return_hydra_config=True)
+    assert set(quick.hydra.sweeper.params) == set(whole.hydra.sweeper.params)
+    assert (quick.model.source, whole.model.source) == ("tiny_random", "smollm2_135m")
+    assert quick.workload.num_requests <= 8
+    if not sweep.startswith("sweep=search"):
+        sizes = [len(list_of_values(key, str(values))) for key, values in quick.hydra.sweeper.params.items()]
+        assert math.prod(sizes) <= 9
 
 
 def test_kernels_yaml_has_the_slots_of_the_config_in_order_with_their_defaults() -> None:

@@ -15,7 +15,7 @@ import pytest
 from hydra import compose, initialize_config_module
 from nbclient import NotebookClient
 
-from cbtriton import cli
+from cbtriton import cli, sweep_report
 from cbtriton.kernels.cpu_backend.availability import why_unavailable
 from cbtriton.model_zoo import CharTokenizer, ModelSpec, load_model
 
@@ -28,15 +28,17 @@ def blocks(language: str, path: str = "README.md") -> list[str]:
 
 COMMANDS = [line for block in blocks("bash") for line in block.splitlines()]
 HYDRA_COMMANDS = [line for line in COMMANDS if line.startswith("cbtriton ")]
+REPORT_COMMANDS = [line for line in COMMANDS if line.startswith("cbtriton-report ")]
 SCRIPTS = [line for line in COMMANDS if line.startswith("python ")]
 TARGETS = [line for line in COMMANDS if line.startswith("make ")]
 
 
 def test_every_command_of_the_readme_is_of_a_kind_that_is_tested_here() -> None:
-    assert sorted(COMMANDS) == sorted(HYDRA_COMMANDS + SCRIPTS + TARGETS)
+    assert sorted(COMMANDS) == sorted(HYDRA_COMMANDS + REPORT_COMMANDS + SCRIPTS + TARGETS)
     assert {"make demo", "make test"} <= set(TARGETS)
     assert len(HYDRA_COMMANDS) >= 6
     assert SCRIPTS
+    assert REPORT_COMMANDS
 
 
 @pytest.mark.parametrize("command", TARGETS)
@@ -71,6 +73,22 @@ def test_commands_of_the_readme_run(
     cli.run(cfg, tmp_path)
     assert (tmp_path / "result.json").exists()
     assert (tmp_path / "timeline.png").exists()
+
+
+@pytest.mark.parametrize("command", REPORT_COMMANDS)
+def test_reports_of_the_readme_are_about_what_the_line_before_wrote(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder,) = shlex.split(command)[1:]
+    assert f"hydra.sweep.dir={folder}" in COMMANDS[COMMANDS.index(command) - 1]
+    with initialize_config_module("cbtriton.conf", version_base="1.3"):
+        cfg = compose("config", overrides=["experiment=quick", "model.device=cpu", "measure.repeats=1"])
+    (tmp_path / folder).mkdir(parents=True)
+    cli.run(cfg, tmp_path / folder)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", shlex.split(command))
+    sweep_report.command()
+    assert "1 runs, 0 failed" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("command", SCRIPTS)
