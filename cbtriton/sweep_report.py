@@ -141,6 +141,14 @@ def _short(key: str) -> str:
     return key.replace("/", ".").rsplit(".", 1)[-1]
 
 
+def _shown_setting(run: Run, key: str) -> str:
+    value = run.setting(key)
+    try:
+        return value if len(value) < 8 else f"{float(value):.4g}"
+    except ValueError:
+        return value
+
+
 def _shown(name: str, figure: float | None) -> str:
     if figure is None:
         return "–"
@@ -179,7 +187,7 @@ def _runs_table(sweep: Sweep) -> str:
             run.error or ""
         )
         shown = [_shown(name, run.figure(name)) for name in names]
-        settings = [run.setting(key) for key in sweep.parameters]
+        settings = [_shown_setting(run, key) for key in sweep.parameters]
         rows.append([run.name, *settings, *shown, f"{len(run.repeats(RATE))}", " ".join(remark.split())])
     return _table(header, rows)
 
@@ -207,14 +215,14 @@ def _front_text(sweep: Sweep) -> str:
 
 
 def _describe(sweep: Sweep, run: Run) -> str:
-    settings = ", ".join(f"{_short(key)}={run.setting(key)}" for key in sweep.parameters)
+    settings = ", ".join(f"{_short(key)}={_shown_setting(run, key)}" for key in sweep.parameters)
     return f" ({settings})" if settings else ""
 
 
 def _effects_table(sweep: Sweep) -> str:
     rows = []
     for key in sweep.parameters:
-        for value, runs in sweep.by_setting(key).items():
+        for runs in sweep.by_setting(key).values():
             means = [
                 _shown(
                     name,
@@ -222,7 +230,7 @@ def _effects_table(sweep: Sweep) -> str:
                 )
                 for name in (RATE, LATENCY)
             ]
-            rows.append([_short(key), value, f"{len(runs)}", *means])
+            rows.append([_short(key), _shown_setting(runs[0], key), f"{len(runs)}", *means])
     return _table(["parameter", "value", "runs", RATE, LATENCY], rows)
 
 

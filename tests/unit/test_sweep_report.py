@@ -135,6 +135,15 @@ def test_the_table_has_every_run_and_leaves_out_figures_that_are_all_the_same(gr
     assert "4 runs, 1 failed; model tiny_random, workload W1; a processor, 2 cores." in text
 
 
+def test_long_numbers_are_shortened_in_the_table_only(tmp_path: Path) -> None:
+    for number, margin in enumerate((0.123456789, 0.2)):
+        add(tmp_path / f"{number}", {"continuous_batching.safety_margin": margin}, (1.0,))
+    sweep = sweep_of(tmp_path)
+    assert cells(markdown(sweep), "0")[1] == "0.1235"
+    assert cells(markdown(sweep), "1")[1] == "0.2"
+    assert sweep.runs[0].setting("continuous_batching.safety_margin") == "0.123456789"
+
+
 def test_the_effect_of_a_parameter_is_the_mean_over_the_others(grid: Path) -> None:
     text = markdown(sweep_of(grid))
     rows = [cells(line, "q_padding_interval_size") for line in text.splitlines() if line.startswith("| q_padding")]
@@ -194,7 +203,7 @@ def test_a_kernel_is_set_beside_its_reference_with_everything_else_equal(tmp_pat
     (axes,) = figure.axes
     assert [label.get_text() for label in axes.get_yticklabels()] == ["decode_attention: mine"]
     assert sorted(axes.lines[0].get_xdata()) == pytest.approx([1.5, 2.5])
-    assert [text.get_text() for text in axes.texts] == ["×2.00"]
+    assert [text.get_text() for text in axes.texts] == ["mean ×2.00"]
 
 
 def test_seconds_of_preparation_are_means_over_the_runs_that_prepared_a_bucket(tmp_path: Path) -> None:
