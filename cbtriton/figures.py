@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, ParamSpec
+from typing import TYPE_CHECKING, Any, ParamSpec
 
 from cbtriton.stats import StepRecord
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 # Okabe and Ito's colours, which people with any kind of colour vision tell apart.
 _BLUE, _ORANGE, _GREEN, _SKY, _RED, _GREY = "#0072B2", "#E69F00", "#009E73", "#56B4E9", "#D55E00", "#999999"
-_STYLE = {
+_STYLE: dict[Any, Any] = {
     "font.size": 10,
     "axes.titlesize": 10,
     "axes.spines.top": False,

@@ -98,8 +98,8 @@ class EngineStats:
     `compilations` counts graphs of the compiler, `late_compilations` those that a step waited for after a warm-up;
     `compile_time` is the seconds of both. `captures` counts graphs of the device, `capture_failures` those that could
     not be captured, `capture_time` the seconds of both, `replays` the steps that ran from a graph; `graph_bytes` is the
-    memory that graphs hold now, beside their nodes. `preparations` has one entry for each bucket that was compiled or
-    captured, in order.
+    memory that graphs hold now, beside their nodes. `preparations` has an entry each time that a bucket was compiled or
+    captured: first all of the one kind, then all of the other.
 
     `offloads` counts preemptions whose blocks went to host memory; those of all others are computed again. `restores`
     counts requests that came back from there, with `restored_tokens` tokens; the prefix cache may have had more when

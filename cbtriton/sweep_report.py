@@ -38,7 +38,9 @@ _MOST_TRACES = 4
 
 def command() -> None:
     """Entry point of `cbtriton-report`. A mistake is one line and exit code 1."""
-    parser = argparse.ArgumentParser(prog="cbtriton-report", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="cbtriton-report", description="Runs of cbtriton as a table, a CSV and pictures, or two of them compared."
+    )
     parser.add_argument("folders", nargs="+", type=Path, metavar="DIR", help="a run, a sweep, or a folder of these")
     parser.add_argument("--compare", action="store_true", help="two folders: is the second one faster?")
     parser.add_argument("--output-dir", type=Path, help="where to write; by default DIR/report of the first one")

@@ -169,6 +169,9 @@ def test_level_1_gives_the_plain_tokens_and_its_code_copies_no_cache_and_is_foun
             stats = run(model, tools, oracle, "auto", default_compile_level=1)
             assert (stats.compilations, stats.late_compilations) == (2, 0)
             assert stats.compile_time > 0
+            paths = [(entry.kind, entry.bucket.partition(":")[0], entry.graphs) for entry in stats.preparations]
+            assert paths == [("compile", "varlen", 1), ("compile", "decode", 1)]
+            assert sum(entry.seconds for entry in stats.preparations) == stats.compile_time
             # Nothing is traced twice, and the second engine is to the compiler what one of another process is.
             assert (counters["aot_autograd"]["total"], counters["aot_autograd"]["autograd_cache_hit"]) == (2, found)
     pages = tools.small().num_blocks + 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import random
+from collections import Counter
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -244,6 +245,10 @@ def test_a_warm_up_captures_all_that_hinted_requests_need(run, tools, options):
     assert found.prepared.replays == 0
     assert found.stats.replays == found.stats.steps
     assert found.stats.capture_time == found.prepared.capture_time > 0
+    entries = found.stats.preparations
+    assert Counter(entry.bucket for entry in entries) == {bucket.name: 2 for bucket in listed}
+    assert {(entry.kind, entry.graphs) for entry in entries} == {("capture", 1)}
+    assert sum(entry.seconds for entry in entries) == pytest.approx(found.stats.capture_time)
 
 
 def test_the_largest_steps_are_captured_first(model, capturer, tools, monkeypatch):
@@ -319,6 +324,7 @@ def test_a_model_that_waits_for_the_device_runs_without_graphs(model, run, oracl
     assert found.answers == [oracle.greedy(prompt, NUM_NEW) for prompt in prompts]
     assert found.stats.captures == found.stats.replays == 0
     assert found.stats.capture_failures == len(found.stats.buckets)
+    assert {entry.graphs for entry in found.stats.preparations} == {0}
     assert "operation not permitted" in caplog.text
 
 
