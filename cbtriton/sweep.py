@@ -55,9 +55,9 @@ class Run:
         return None if self.error else _look_up(self.result["summary"], FIGURES[name])
 
     def repeats(self, name: str) -> list[float]:
-        """The same figure of each repeat, those left out that have none."""
+        """The same figure of each repeat; left out are those without it or with 0, of which there is no ratio."""
         found = (_look_up(summary, FIGURES[name]) for summary in self.result.get("repeats", ()))
-        return [figure for figure in found if figure is not None]
+        return [figure for figure in found if figure]
 
     def setting(self, key: str) -> str:
         """What the run was asked under an override's key: the chosen file of a group, or a value."""
@@ -163,10 +163,9 @@ def matching_runs(before: Sweep, after: Sweep) -> tuple[list[tuple[Run, Run]], l
 
 
 def _keys(run: Run) -> Iterator[str]:
-    """Keys of a run's overrides; `sweep` and `experiment` only say where the others come from."""
     for override in run.result["overrides"]:
         key = override.partition("=")[0].lstrip("+~")
-        if key not in ("sweep", "experiment", "resume"):
+        if key != "resume":
             yield key
 
 

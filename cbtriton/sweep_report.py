@@ -200,7 +200,7 @@ def _best(sweep: Sweep) -> str:
     text = f"Fastest: run {best.name}{_describe(sweep, best)}, {_shown(RATE, best.figure(RATE))} output tokens/s."
     if len(best.repeats(RATE)) < 2:
         return f"{text} One repeat is no evidence: set measure.repeats=5."
-    others = [run for run in sweep.finished if run is not best]
+    others = [run for run in sweep.finished if run is not best and run.repeats(RATE)]
     near = [run.name for run in others if not ratio(run.repeats(RATE), best.repeats(RATE)).is_evidence]
     return (
         f"{text} No difference seen to: {', '.join(near)}." if near else f"{text} All others are slower beyond noise."
@@ -286,10 +286,10 @@ def _speed_ups(sweep: Sweep) -> dict[str, list[float]]:
     """Throughput beside the slot's reference, everything else being equal: one ratio for each such pair of runs."""
     found: dict[str, list[float]] = {}
     for key in (key for key in sweep.parameters if key.startswith("kernels/")):
-        groups = sweep.by_setting(key)
-        references = {sweep.rest(run, key): run for run in groups.get("reference", ())}
+        groups = {value: [run for run in runs if run.repeats(RATE)] for value, runs in sweep.by_setting(key).items()}
+        references = {sweep.rest(run, key): run for run in groups.pop("reference", ())}
         for value, runs in groups.items():
-            pairs = [(run, references.get(sweep.rest(run, key))) for run in runs if value != "reference"]
+            pairs = [(run, references.get(sweep.rest(run, key))) for run in runs]
             ratios = [ratio(other.repeats(RATE), run.repeats(RATE)).value for run, other in pairs if other is not None]
             if ratios:
                 found[f"{_short(key)}: {value}"] = ratios

@@ -174,6 +174,8 @@ def test_a_sweep_that_goes_on_never_overwrites_what_another_has_found(
         command_here(monkeypatch, tmp_path, "hydra.run.dir=here", "resume=true", "generation.do_sample=true")
     assert "result of another configuration" in capsys.readouterr().err
     assert (tmp_path / "here" / "result.json").read_bytes() == left
+    command_here(monkeypatch, tmp_path, "hydra.run.dir=here")
+    assert (tmp_path / "here" / "result.json").read_bytes() != left
 
 
 def test_what_no_user_can_mend_ends_a_run_with_its_traceback_and_becomes_a_result_of_a_sweep(

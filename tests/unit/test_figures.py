@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from matplotlib import rcParams
+from matplotlib import rc_context, rcParams
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 
 from cbtriton.figures import (
@@ -99,9 +99,9 @@ def test_every_axis_has_a_name_with_its_unit() -> None:
 
 
 def test_the_style_of_others_is_left_alone() -> None:
-    before = dict(rcParams)
-    timeline_figure(STEPS[:3])
-    assert dict(rcParams) == before
+    with rc_context({"font.size": 33}):
+        timeline_figure(STEPS[:3])
+        assert rcParams["font.size"] == 33
 
 
 def test_pictures_are_saved_for_screens_and_for_print(tmp_path: Path) -> None:

@@ -162,6 +162,21 @@ def test_the_fastest_run_is_only_called_so_where_noise_allows(grid: Path, tmp_pa
     assert "One repeat is no evidence" in markdown(sweep_of(tmp_path / "single"))
 
 
+def test_a_run_that_generated_nothing_is_a_row_like_others(grid: Path) -> None:
+    add(grid / "3", {Q: 4, KV: 64}, (0.0, 0.0), num_failed=7)
+    text = markdown(sweep_of(grid))
+    assert cells(text, "3")[3:] == ["0.0", "10.0", "0.0%", "7", "0", ""]
+    assert "All others are slower beyond noise." in text
+
+
+def test_sweeps_of_whole_set_ups_are_told_apart_by_their_names(tmp_path: Path) -> None:
+    for name in ("quick", "tight_memory"):
+        add(tmp_path / name, {}, (1.0,), choices={"experiment": name})
+    sweep = sweep_of(tmp_path)
+    assert sweep.parameters == ("experiment",)
+    assert [run.setting("experiment") for run in sweep.runs] == ["quick", "tight_memory"]
+
+
 def test_the_csv_can_be_read_back(grid: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_report([grid], grid / "report")
     with (grid / "report" / "runs.csv").open(newline="") as file:
@@ -192,6 +207,12 @@ def test_the_heat_map_shows_the_waste_of_each_pair_and_the_gap_of_a_failed_run(g
     assert [text.get_text() for text in axes.texts] == ["10", "20", "30", "–"]
     assert [label.get_text() for label in axes.get_xticklabels()] == ["32", "64"]
     assert [label.get_text() for label in axes.get_yticklabels()] == ["8", "16"]
+
+
+def test_a_trace_of_step_sizes_is_that_of_one_repeat(grid: Path) -> None:
+    axes = dict(pictures_of(sweep_of(grid)))["step_sizes"].axes
+    assert [a.get_title(loc="left") for a in axes] == ["query interval 8", "query interval 16"]
+    assert [len(patch.get_data().values) for patch in axes[0].patches] == [2, 2]
 
 
 def test_a_kernel_is_set_beside_its_reference_with_everything_else_equal(tmp_path: Path) -> None:
