@@ -15,6 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from cbtriton.config import ContinuousBatchingConfig, KernelConfig
+from cbtriton.scheduler import SCHEDULERS
 from cbtriton.workloads import BENCHMARK_WORKLOADS
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
@@ -107,6 +108,7 @@ def test_every_value_of_a_grid_is_one_that_a_run_can_have(sweep: str) -> None:
                 group: hydra.utils.instantiate(cfg[group]) for group in ("continuous_batching", "kernels", "measure")
             }
             assert built["measure"].repeats > 1
+            assert hydra.utils.instantiate(cfg.continuous_batching).scheduler_type in SCHEDULERS.default_margins()
             for key, value in chosen.items():
                 group, _, name = key.replace("/", ".").partition(".")
                 assert str(getattr(built[group], name)).lower() == value
