@@ -11,7 +11,6 @@ import argparse
 import copy
 import logging
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,12 +19,11 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import InstantiationException
 from omegaconf import DictConfig, OmegaConf
-from tqdm import tqdm
 
 from cbtriton import compile_cache
 from cbtriton.config import WorkloadHints
 from cbtriton.model_zoo import LoadedModel, ModelUnavailableError, load_model
-from cbtriton.report import summarise, write_result_json, write_timeline
+from cbtriton.report import write_result_json, write_timeline
 from cbtriton.request import GenerationOutput
 from cbtriton.workloads import Workload
 
@@ -75,6 +73,7 @@ def run(cfg: DictConfig, output_dir: Path) -> None:
     # What is wrong with the configuration shows before the model is loaded, which takes longer.
     spec, source = _instantiate(cfg.model), _instantiate(cfg.workload)
     batching, kernels = _instantiate(cfg.continuous_batching), _instantiate(cfg.kernels)
+    load = _instantiate(cfg.load)
     loaded = load_model(spec)
     workload = source.build(loaded.tokenizer, loaded.model.config.get_text_config().vocab_size)
     model = cbtriton.enable(loaded.model, loaded.tokenizer)
@@ -89,21 +88,19 @@ def run(cfg: DictConfig, output_dir: Path) -> None:
             manager.warmup(cfg.progress_bar)
         manager.start()
         print(f"{loaded.name}: {len(workload.prompts)} prompts of the workload {workload.name}", flush=True)
-        started = time.perf_counter()
-        outputs = _generate(manager, workload, progress_bar=cfg.progress_bar)
-        seconds = time.perf_counter() - started
+        result = load.run(manager, workload, progress_bar=cfg.progress_bar)
         stats, steps, engine_config = manager.stats(), manager.step_records(), manager.engine_config
     finally:
         manager.destroy()
     if cfg.print_answers:
-        _print_answers(loaded, workload, outputs)
-    summary = summarise(outputs, stats, seconds)
+        _print_answers(loaded, workload, result.outputs, manager.num_return_sequences)
+    summary = load.summarise(result, stats)
     print(f"\n{summary.table()}")
     write_result_json(
         output_dir / "result.json",
         summary=summary,
         stats=stats,
-        outputs=outputs,
+        outputs=result.outputs,
         engine_config=engine_config.to_dict(),
         asked=OmegaConf.to_container(cfg, resolve=True),  # pyright: ignore[reportArgumentType]
     )
@@ -142,38 +139,11 @@ def _generation_config(model: Any, overrides: DictConfig) -> Any:
     return config
 
 
-def _generate(manager: Any, workload: Workload, *, progress_bar: bool) -> list[GenerationOutput]:
-    """Runs the workload and returns the finished outputs in the order of its prompts, sequences of one side by side."""
-    eos = {"eos_token_id": -1} if workload.ignore_eos else {}
-    request_ids = [
-        manager.add_request(list(prompt), max_new_tokens=limit, record_timestamps=True, **eos)
-        for prompt, limit in zip(workload.prompts, workload.max_new_tokens, strict=True)
-    ]
-    num_sequences = len(request_ids) * (manager.generation_config.num_return_sequences or 1)
-    finished: dict[str, GenerationOutput] = {}
-    num_tokens = 0
-    with tqdm(total=num_sequences, unit="request", disable=not progress_bar) as bar:
-        while len(finished) < num_sequences and (output := manager.get_result()) is not None:
-            if output.is_finished():
-                finished[output.request_id] = output
-                num_tokens += len(output.generated_tokens)
-                bar.set_postfix_str(f"{num_tokens} tokens, cache {manager.stats().cache_use:.0%}", refresh=False)
-                bar.update()
-    if len(finished) < num_sequences:
-        raise RuntimeError(f"the engine ended with {num_sequences - len(finished)} requests unfinished")
-    order = {request_id: place for place, request_id in enumerate(request_ids)}
-
-    def place(output: GenerationOutput) -> tuple[int, int]:
-        parent, _, child = output.request_id.partition("__child#")
-        return order[parent], int(child) + 1 if child else 0
-
-    return sorted(finished.values(), key=place)
-
-
-def _print_answers(loaded: LoadedModel, workload: Workload, outputs: list[GenerationOutput]) -> None:
+def _print_answers(
+    loaded: LoadedModel, workload: Workload, outputs: Sequence[GenerationOutput], per_prompt: int
+) -> None:
     if not workload.titles or loaded.tokenizer is None:
         return
-    per_prompt = len(outputs) // len(workload.titles)
     for place, output in enumerate(outputs):
         title = workload.titles[place // per_prompt]
         answer = loaded.tokenizer.decode(output.generated_tokens, skip_special_tokens=True).strip()

@@ -141,10 +141,8 @@ def _read_csv(path: Path) -> Iterator[TraceRow]:
     with path.open(encoding="utf-8", errors="replace", newline="") as file:
         reader = csv.DictReader(file)
         header = reader.fieldnames or ()
-        for columns, parse in formats.items():
-            if set(columns) <= set(header):
-                break
-        else:
+        parse = next((parse for columns, parse in formats.items() if set(columns) <= set(header)), None)
+        if parse is None:
             raise ValueError(
                 f"{path}, line 1: the columns must be those of {' or of '.join(map(', '.join, formats))}, "
                 f"got {', '.join(header)}"
@@ -192,7 +190,9 @@ def _mooncake_row(line: str) -> TraceRow:
     num_prompt, hash_ids = _count(row, "input_length"), row["hash_ids"]
     num_blocks = math.ceil(num_prompt / HASH_BLOCK_TOKENS)
     if not isinstance(hash_ids, list) or len(hash_ids) != num_blocks or not all(type(x) is int for x in hash_ids):
-        raise ValueError(f"hash_ids must be {num_blocks} integers, one for each {HASH_BLOCK_TOKENS} tokens of the prompt")
+        raise ValueError(
+            f"hash_ids must be {num_blocks} integers, one for each {HASH_BLOCK_TOKENS} tokens of the prompt"
+        )
     return TraceRow(_time(row, "timestamp") / 1000, num_prompt, _count(row, "output_length"), tuple(hash_ids))
 
 

@@ -120,10 +120,10 @@ class PrefixTree:
 
 @dataclass(frozen=True, slots=True)
 class MultiTurn:
-    """Conversations: the prompt of each turn is all that was said before, with an answer for each turn, and what is new.
+    """Conversations: the prompt of each turn is the whole conversation so far, answers included, and what is new.
 
-    The answers are random tokens as long as those that the engine generates, since a workload is known beforehand. A
-    turn arrives some time after the one before, whether that has been answered or not.
+    These answers are random tokens, as many as the engine generates, since a workload is known beforehand. A turn arrives
+    some time after the one before, whether that has been answered or not.
 
     Attributes:
         num_conversations: Number of conversations.

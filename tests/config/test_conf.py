@@ -18,7 +18,11 @@ from cbtriton.workloads import BENCHMARK_WORKLOADS
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
 DEPRECATED = {"use_default_compile_configs", "max_cached_graphs", "block_size"}
-MANDATORY = {"model=hub": ["model.name=somewhere"], "workload=file": ["workload.path=prompts.txt"]}
+MANDATORY = {
+    "model=hub": ["model.name=somewhere"],
+    "workload=file": ["workload.path=prompts.txt"],
+    "workload=trace": ["workload.path=trace.csv"],
+}
 GROUP_OPTIONS = sorted(
     f"{path.parent.relative_to(CONF).as_posix()}={path.stem}" for path in CONF.rglob("*.yaml") if path.parent != CONF
 )

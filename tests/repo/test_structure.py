@@ -55,6 +55,7 @@ PLACES = {
     # Tools around the engine: they read its records (level 0 to 2) and never the engine itself.
     **dict.fromkeys(("model_zoo", "report", "compile_cache"), Place("tool", 3)),
     "workloads": Place("tool", 4),
+    **dict.fromkeys(("traffic", "traces", "load_generator"), Place("tool", 5)),
     "cli": Place("top", 11),
 }
 
@@ -110,9 +111,12 @@ def test_a_module_uses_only_the_libraries_of_its_side(path: Path) -> None:
         "top": {"torch", "transformers", "tqdm"},
         "tool": {"torch", "transformers", "matplotlib", "numpy", "accelerate", "gguf"},
     }[PLACES[path.stem].side]
-    extra = {"config": {"transformers"}, "cli": {"hydra", "omegaconf"}, "compile_cache": {"triton"}}.get(
-        path.stem, set()
-    )
+    extra = {
+        "config": {"transformers"},
+        "cli": {"hydra", "omegaconf"},
+        "compile_cache": {"triton"},
+        "load_generator": {"tqdm"},
+    }.get(path.stem, set())
     assert libraries <= allowed | extra
 
 
