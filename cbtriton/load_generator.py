@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import math
 import time
-from bisect import bisect_right
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
-from typing import Any
+from typing import Any, NoReturn
 
 from tqdm import tqdm
 
@@ -91,48 +90,27 @@ class LoadGenerator:
                 f"max_queue_size must be 0 where requests arrive at given times, got "
                 f"{manager.engine_config.max_queue_size}: a full queue would hold up those that come later"
             )
-        arrival_times = workload.arrival_times or (0.0,) * len(workload.prompts)
         max_seconds = math.inf if self.max_seconds is None else self.max_seconds
-        num_to_send = bisect_right(arrival_times, max_seconds)
-        if not num_to_send:
-            raise ValueError(f"max_seconds must reach the first arrival at {arrival_times[0]} s, got {max_seconds}")
-        eos = {"eos_token_id": -1} if workload.ignore_eos else {}
-        ids: list[str] = []
-        unfinished: set[str] = set()
-        finished: dict[str, GenerationOutput] = {}
-        num_tokens = 0
+        if is_open and max_seconds < workload.arrival_times[0]:
+            raise ValueError(
+                f"max_seconds must reach the first arrival at {workload.arrival_times[0]:.3f} s, got {max_seconds}"
+            )
+        arrival_times = workload.arrival_times or (0.0,) * len(workload.prompts)
         started = clock()
-        deadline = started + max_seconds
-        with tqdm(total=num_to_send * manager.num_return_sequences, unit="request", disable=not progress_bar) as bar:
-            while len(ids) < num_to_send or unfinished:
-                while len(ids) < num_to_send and started + arrival_times[len(ids)] <= clock():
-                    prompt, limit = workload.prompts[len(ids)], workload.max_new_tokens[len(ids)]
-                    ids.append(manager.add_request(list(prompt), max_new_tokens=limit, record_timestamps=True, **eos))
-                    unfinished.update(_sequence_ids(ids[-1], manager.num_return_sequences))
-                if len(ids) == num_to_send and deadline <= clock():
-                    deadline = math.inf
-                    for request_id in unfinished:
-                        manager.cancel_request(request_id)
-                next_event = started + arrival_times[len(ids)] if len(ids) < num_to_send else deadline
-                timeout = None if next_event == math.inf else max(0.0, next_event - clock())
-                output = manager.get_result(timeout=timeout)
-                if output is None and (timeout is None or not manager.is_running()):
-                    raise RuntimeError(f"the engine ended with {len(unfinished)} requests unfinished")
-                if output is not None and output.is_finished():
-                    unfinished.discard(output.request_id)
-                    finished[output.request_id] = output
-                    num_tokens += len(output.generated_tokens)
-                    bar.set_postfix_str(f"{num_tokens} tokens, cache {manager.stats().cache_use:.0%}", refresh=False)
-                    bar.update()
+        due = [started + arrival for arrival in arrival_times if arrival <= max_seconds]
+        num_sequences = manager.num_return_sequences
+        with tqdm(total=len(due) * num_sequences, unit="request", disable=not progress_bar) as bar:
+            outputs = _drive(manager, workload, due, started + max_seconds, clock, bar)
         seconds = clock() - started
-        outputs = [
-            replace(finished[sequence], created_time=started + arrival) if is_open else finished[sequence]
-            for request_id, arrival in zip(ids, arrival_times, strict=False)
-            for sequence in _sequence_ids(request_id, manager.num_return_sequences)
-        ]
-        num_unsent = len(arrival_times) - num_to_send
-        offered_seconds = (max_seconds if num_unsent else arrival_times[-1]) if is_open else None
-        return LoadResult(tuple(outputs), seconds, num_unsent, offered_seconds)
+        num_unsent = len(arrival_times) - len(due)
+        if not is_open:
+            return LoadResult(tuple(outputs), seconds, num_unsent, offered_seconds=None)
+        return LoadResult(
+            tuple(replace(output, created_time=due[i // num_sequences]) for i, output in enumerate(outputs)),
+            seconds,
+            num_unsent,
+            offered_seconds=max_seconds if num_unsent else arrival_times[-1],
+        )
 
     def summarise(self, result: LoadResult, stats: EngineStats) -> Summary:
         """The figures of a run, with those of an open loop where it was one.
@@ -168,10 +146,42 @@ class LoadGenerator:
         )
 
 
-def _sequence_ids(request_id: str, num_sequences: int) -> Iterator[str]:
-    """The ids of the sequences of one request, as the manager names them."""
-    yield request_id
-    yield from (f"{request_id}__child#{child}" for child in range(num_sequences - 1))
+def _drive(
+    manager: Any,
+    workload: Workload,
+    due: Sequence[float],
+    deadline: float,
+    clock: Callable[[], float],
+    bar: tqdm[NoReturn],
+) -> list[GenerationOutput]:
+    """Adds each request when it is due, cancels at the deadline; returns all final outputs in the order of prompts."""
+    eos = {"eos_token_id": -1} if workload.ignore_eos else {}
+    num_sequences = manager.num_return_sequences
+    sequence_ids: list[str] = []
+    finished: dict[str, GenerationOutput] = {}
+    num_sent = num_tokens = 0
+    while num_sent < len(due) or len(finished) < len(sequence_ids):
+        while num_sent < len(due) and due[num_sent] <= clock():
+            prompt, limit = list(workload.prompts[num_sent]), workload.max_new_tokens[num_sent]
+            request_id = manager.add_request(prompt, max_new_tokens=limit, record_timestamps=True, **eos)
+            sequence_ids += [request_id, *(f"{request_id}__child#{child}" for child in range(num_sequences - 1))]
+            num_sent += 1
+        # No request is due after the deadline.
+        if num_sent == len(due) and deadline <= clock():
+            deadline = math.inf
+            for sequence_id in sequence_ids:
+                manager.cancel_request(sequence_id)
+        next_event = due[num_sent] if num_sent < len(due) else deadline
+        timeout = None if next_event == math.inf else max(0.0, next_event - clock())
+        output = manager.get_result(timeout=timeout)
+        if output is None and (timeout is None or not manager.is_running()):
+            raise RuntimeError(f"the engine ended with {len(sequence_ids) - len(finished)} requests unfinished")
+        if output is not None and output.is_finished():
+            finished[output.request_id] = output
+            num_tokens += len(output.generated_tokens)
+            bar.set_postfix_str(f"{num_tokens} tokens, cache {manager.stats().cache_use:.0%}", refresh=False)
+            bar.update()
+    return [finished[sequence_id] for sequence_id in sequence_ids]
 
 
 def _time_to_first_token(output: GenerationOutput) -> float:

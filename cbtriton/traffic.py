@@ -122,8 +122,8 @@ class PrefixTree:
 class MultiTurn:
     """Conversations: the prompt of each turn is the whole conversation so far, answers included, and what is new.
 
-    These answers are random tokens, as many as the engine generates, since a workload is known beforehand. A turn arrives
-    some time after the one before, whether that has been answered or not.
+    These answers are random tokens, as many as the engine generates, since a workload is known beforehand. A turn
+    arrives some time after the one before, whether that has been answered or not.
 
     Attributes:
         num_conversations: Number of conversations.
