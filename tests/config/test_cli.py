@@ -108,11 +108,13 @@ def test_answers_to_prompts_that_arrive_at_a_rate_stand_under_them(
         "load.max_seconds=0.7",
         "workload@workload.prompts=file",
         f"workload.prompts.path={tmp_path / 'p.txt'}",
+        "generation=sampling",
         "generation.max_new_tokens=2",
+        "+generation.num_return_sequences=2",
     )
-    assert len(result["requests"]) == 1
+    assert len(result["requests"]) == 2
     printed = capsys.readouterr().out
-    assert "> What is it?" in printed
+    assert printed.count("> What is it?") == 2
     assert "Never asked" not in printed
 
 

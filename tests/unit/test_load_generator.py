@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from cbtriton.load_generator import LoadGenerator
+from cbtriton.load_generator import LoadGenerator, LoadResult
 from cbtriton.report import Percentiles
 from cbtriton.request import GenerationOutput, RequestStatus
 from cbtriton.stats import EngineStats
@@ -120,7 +120,7 @@ def test_times_count_from_the_planned_arrival_where_adding_takes_long() -> None:
 
 def test_a_run_ends_when_told_and_counts_who_waited() -> None:
     manager = OneServer()
-    load = LoadGenerator(max_seconds=5, inter_token_latency_target_ms=1000)
+    load = LoadGenerator(max_seconds=5, time_to_first_token_target_ms=3000, inter_token_latency_target_ms=1000)
     result = load.run(manager, every_second(10), clock=manager.clock)
     summary = load.summarise(result, EngineStats())
     assert [output.status.name for output in result.outputs] == ["FINISHED"] + ["CANCELLED"] * 5
@@ -135,6 +135,25 @@ def test_a_run_ends_when_told_and_counts_who_waited() -> None:
     assert "5 requests cancelled · 4 never sent" in table
     assert "1.20 requests/s\n" in table
     assert "0.20 requests/s met the latency targets" in table
+
+
+@pytest.mark.parametrize(
+    ("status", "timestamps", "is_good"),
+    [
+        (RequestStatus.FINISHED, [101.0, 102.0, 105.0], True),
+        (RequestStatus.FINISHED, [101.0, 102.0, 105.1], False),
+        (RequestStatus.FINISHED, [101.1, 102.0], False),
+        (RequestStatus.FINISHED, [101.0], True),
+        (RequestStatus.FAILED, [101.0], False),
+    ],
+)
+def test_a_request_is_served_well_within_its_first_token_and_the_mean_of_the_others(
+    status: RequestStatus, timestamps: list[float], is_good: bool
+) -> None:
+    load = LoadGenerator(time_to_first_token_target_ms=1000, inter_token_latency_target_ms=2000)
+    output = GenerationOutput("r", status=status, created_time=100, lifespan=(100, 106), timestamps=timestamps)
+    result = LoadResult((output,), seconds=1, num_unsent=0, offered_seconds=1)
+    assert load.summarise(result, EngineStats()).goodput_requests_per_s == is_good
 
 
 def test_without_arrival_times_all_come_at_once_and_there_is_no_queue_to_report() -> None:
