@@ -154,6 +154,7 @@ def run(cfg: DictConfig, output_dir: Path, asked: Asked | None = None) -> Summar
     # What is wrong with the configuration shows before the model is loaded, which takes longer.
     spec, source, measure = _instantiate(cfg.model), _instantiate(cfg.workload), _instantiate(cfg.measure)
     batching, kernels = _instantiate(cfg.continuous_batching), _instantiate(cfg.kernels)
+    load = _instantiate(cfg.load)
     loaded = load_model(spec)
     workload = source.build(loaded.tokenizer, loaded.model.config.get_text_config().vocab_size)
     model = cbtriton.enable(loaded.model, loaded.tokenizer)
@@ -168,13 +169,13 @@ def run(cfg: DictConfig, output_dir: Path, asked: Asked | None = None) -> Summar
             manager.warmup(cfg.progress_bar)
         manager.start()
         print(f"{loaded.name}: {len(workload.prompts)} prompts of the workload {workload.name}", flush=True)
-        repeats = measure.run(manager, workload, progress_bar=cfg.progress_bar)
+        repeats = measure.run(manager, workload, load, progress_bar=cfg.progress_bar)
         stats, engine_config = manager.stats(), manager.engine_config
     finally:
         manager.destroy()
     shown = typical(repeats)
     if cfg.print_answers:
-        _print_answers(loaded, workload, shown.outputs)
+        _print_answers(loaded, workload, shown.outputs, manager.num_return_sequences)
     print(f"\n{shown.summary.table()}")
     if len(repeats) > 1:
         rates = ", ".join(f"{repeat.summary.output_tokens_per_s:.1f}" for repeat in repeats)
@@ -238,10 +239,11 @@ def _generation_config(model: Any, overrides: DictConfig) -> Any:
     return config
 
 
-def _print_answers(loaded: LoadedModel, workload: Workload, outputs: Sequence[GenerationOutput]) -> None:
+def _print_answers(
+    loaded: LoadedModel, workload: Workload, outputs: Sequence[GenerationOutput], per_prompt: int
+) -> None:
     if not workload.titles or loaded.tokenizer is None:
         return
-    per_prompt = len(outputs) // len(workload.titles)
     for place, output in enumerate(outputs):
         title = workload.titles[place // per_prompt]
         answer = loaded.tokenizer.decode(output.generated_tokens, skip_special_tokens=True).strip()

@@ -9,10 +9,8 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from tqdm import tqdm
-
-from cbtriton.report import Repeat, summarise
-from cbtriton.request import GenerationOutput
+from cbtriton.load_generator import LoadGenerator
+from cbtriton.report import Repeat
 from cbtriton.workloads import Workload
 
 
@@ -37,12 +35,13 @@ class Measure:
         if self.warmup_runs < 0:
             raise ValueError(f"measure.warmup_runs must be at least 0, got {self.warmup_runs}")
 
-    def run(self, manager: Any, workload: Workload, *, progress_bar: bool) -> tuple[Repeat, ...]:
+    def run(self, manager: Any, workload: Workload, load: LoadGenerator, *, progress_bar: bool) -> tuple[Repeat, ...]:
         """Runs the workload.
 
         Args:
             manager: A `ContinuousBatchingManager` that runs and has no requests.
             workload: What to run.
+            load: When its requests are added.
             progress_bar: Shows one for each run.
 
         Returns:
@@ -56,43 +55,14 @@ class Measure:
             if number:
                 with manager.pause(reset_prefix_cache=True):
                     pass
-            repeats.append(_run_once(manager, workload, progress_bar=progress_bar))
+            repeats.append(_run_once(manager, workload, load, progress_bar=progress_bar))
         return tuple(repeats[self.warmup_runs :])
 
 
-def _run_once(manager: Any, workload: Workload, *, progress_bar: bool) -> Repeat:
+def _run_once(manager: Any, workload: Workload, load: LoadGenerator, *, progress_bar: bool) -> Repeat:
     before = manager.stats()
     started = time.perf_counter()
-    outputs = _generate(manager, workload, progress_bar=progress_bar)
-    seconds = time.perf_counter() - started
-    stats = manager.stats().since(before)
+    result = load.run(manager, workload, progress_bar=progress_bar)
+    summary = load.summarise(result, manager.stats().since(before))
     steps = tuple(step for step in manager.step_records() if step.start_time >= started)
-    return Repeat(summarise(outputs, stats, seconds), tuple(outputs), steps)
-
-
-def _generate(manager: Any, workload: Workload, *, progress_bar: bool) -> list[GenerationOutput]:
-    """Runs the workload and returns the finished outputs in the order of its prompts, sequences of one side by side."""
-    eos = {"eos_token_id": -1} if workload.ignore_eos else {}
-    request_ids = [
-        manager.add_request(list(prompt), max_new_tokens=limit, record_timestamps=True, **eos)
-        for prompt, limit in zip(workload.prompts, workload.max_new_tokens, strict=True)
-    ]
-    num_sequences = len(request_ids) * (manager.generation_config.num_return_sequences or 1)
-    finished: dict[str, GenerationOutput] = {}
-    num_tokens = 0
-    with tqdm(total=num_sequences, unit="request", disable=not progress_bar) as bar:
-        while len(finished) < num_sequences and (output := manager.get_result()) is not None:
-            if output.is_finished():
-                finished[output.request_id] = output
-                num_tokens += len(output.generated_tokens)
-                bar.set_postfix_str(f"{num_tokens} tokens, cache {manager.stats().cache_use:.0%}", refresh=False)
-                bar.update()
-    if len(finished) < num_sequences:
-        raise RuntimeError(f"the engine ended with {num_sequences - len(finished)} requests unfinished")
-    order = {request_id: place for place, request_id in enumerate(request_ids)}
-
-    def place(output: GenerationOutput) -> tuple[int, int]:
-        parent, _, child = output.request_id.partition("__child#")
-        return order[parent], int(child) + 1 if child else 0
-
-    return sorted(finished.values(), key=place)
+    return Repeat(summary, result.outputs, steps)

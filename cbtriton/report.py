@@ -54,6 +54,12 @@ class Summary:
         kv_padding_waste: The same of each step's longest context, 0 to 1.
         steps: Steps that ran.
         time_split: Seconds of each stage of all steps: schedule, prepare, run, update.
+        num_cancelled: Requests that were cancelled.
+        num_unsent: Requests that the run ended too early for; they are not among `num_requests`.
+        queue_time: From a request's planned arrival to its first step; None unless requests arrived at given times, as
+            in the next two.
+        offered_requests_per_s: Requests over the time in which they were planned to arrive.
+        goodput_requests_per_s: Requests that met the latency targets over `seconds`.
     """
 
     num_requests: int
@@ -71,6 +77,11 @@ class Summary:
     kv_padding_waste: float
     steps: int
     time_split: dict[str, float]
+    num_cancelled: int = 0
+    num_unsent: int = 0
+    queue_time: Percentiles | None = None
+    offered_requests_per_s: float | None = None
+    goodput_requests_per_s: float | None = None
 
     def table(self) -> str:
         """The figures as aligned lines, with units."""
@@ -87,6 +98,13 @@ class Summary:
             "padding waste": f"{self.padding_waste:.1%} of tokens run · {self.kv_padding_waste:.1%} of contexts",
             "stages (s)": times,
         }
+        if self.num_cancelled or self.num_unsent:
+            rows["ended early"] = f"{self.num_cancelled} requests cancelled · {self.num_unsent} never sent"
+        if self.offered_requests_per_s is not None:
+            rows["offered load"] = f"{self.offered_requests_per_s:.2f} requests/s"
+        if self.goodput_requests_per_s is not None:
+            rows["goodput"] = f"{self.goodput_requests_per_s:.2f} requests/s met the latency targets"
+            rows["queue time"] = _describe(self.queue_time)
         width = max(map(len, rows))
         return "\n".join(f"{name:<{width}}  {value}" for name, value in rows.items())
 

@@ -292,9 +292,10 @@ def graph_bytes(buckets: Iterable[Bucket], facts: ModelFacts, has_processors: bo
 
     Each bucket has one for greedy steps, one for others, and one for steps with logits processors where there may be
     some. A graph keeps its results to itself: for each sampling row a token id, a log-probability and an outcome, each
-    column an allocation of its own. Ids, positions and slots (24 bytes a token), logits (of `facts.logits_dtype_bytes`),
-    what processors make of them (8 bytes for each) and activations live in memory that all graphs share, since one runs
-    at a time: it is as large as the largest needs. What the driver needs to launch a graph is not counted.
+    column an allocation of its own. Ids, positions and slots (24 bytes a token), logits (of
+    `facts.logits_dtype_bytes`), what processors make of them (8 bytes for each) and activations live in memory that all
+    graphs share, since one runs at a time: it is as large as the largest needs. What the driver needs to launch a graph
+    is not counted.
 
     Args:
         buckets: The buckets.

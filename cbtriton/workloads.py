@@ -1,7 +1,8 @@
 """Workloads: which prompts to run, and how many tokens to generate for each.
 
 A source (`ChatPrompts`, `PromptFile`, `Synthetic`) describes where prompts come from; its `build` turns it into a
-`Workload` of token ids for one tokenizer and vocabulary. Used by the command, the benchmark and the notebooks.
+`Workload` of token ids for one tokenizer and vocabulary. Used by the command, the benchmark and the notebooks. Sources
+that are shaped like the traffic of services are in `traffic`, replays of recorded traffic in `traces`.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
@@ -31,6 +33,10 @@ class Workload:
         max_new_tokens: Most tokens to generate for each prompt.
         titles: One line to show for each prompt; empty where the prompts mean nothing to a reader.
         ignore_eos: Whether each request runs to its `max_new_tokens`, whatever it generates.
+        arrival_times: Seconds from the start at which each prompt arrives, never decreasing; empty: all at once.
+
+    Raises:
+        ValueError: If there is not one entry for each prompt, or a time is out of order.
     """
 
     name: str
@@ -38,6 +44,7 @@ class Workload:
     max_new_tokens: tuple[int, ...]
     titles: tuple[str, ...] = ()
     ignore_eos: bool = False
+    arrival_times: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         if len(self.prompts) != len(self.max_new_tokens):
@@ -45,6 +52,13 @@ class Workload:
                 f"max_new_tokens must have one entry for each prompt, got {len(self.max_new_tokens)} "
                 f"for {len(self.prompts)} prompts"
             )
+        if self.arrival_times and len(self.arrival_times) != len(self.prompts):
+            raise ValueError(
+                f"arrival_times must be empty or have one entry for each prompt, got {len(self.arrival_times)} "
+                f"for {len(self.prompts)} prompts"
+            )
+        if not all(earlier <= later < math.inf for earlier, later in pairwise((0.0, *self.arrival_times))):
+            raise ValueError(f"arrival_times must be finite, at least 0 and never decrease, got {self.arrival_times}")
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -189,14 +203,10 @@ class Synthetic:
                 f"and {self.shared_prefix}"
             )
         rng = random.Random(self.seed)
-
-        def draw_tokens(length: int) -> tuple[int, ...]:
-            return tuple(rng.randrange(_LOWEST_SYNTHETIC_ID, vocab_size) for _ in range(length))
-
-        prefix = draw_tokens(self.shared_prefix)
+        prefix = draw_tokens(rng, self.shared_prefix, vocab_size)
         prompts, new_tokens = [], []
         for _ in range(self.num_requests):
-            prompts.append(prefix + draw_tokens(self.prompt_lengths.draw(rng)))
+            prompts.append(prefix + draw_tokens(rng, self.prompt_lengths.draw(rng), vocab_size))
             new_tokens.append(self.new_tokens.draw(rng))
         return Workload(self.name, tuple(prompts), tuple(new_tokens), ignore_eos=True)
 
@@ -219,6 +229,11 @@ def benchmark_workload(name: str) -> Synthetic:
     if name not in BENCHMARK_WORKLOADS:
         raise ValueError(f"a benchmark workload must be one of {', '.join(BENCHMARK_WORKLOADS)}, got {name!r}")
     return BENCHMARK_WORKLOADS[name]
+
+
+def draw_tokens(rng: random.Random, length: int, vocab_size: int) -> tuple[int, ...]:
+    """Random token ids, none of them special in most vocabularies."""
+    return tuple(rng.randrange(_LOWEST_SYNTHETIC_ID, vocab_size) for _ in range(length))
 
 
 def _texts_to_workload(

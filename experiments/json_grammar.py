@@ -10,7 +10,7 @@ import argparse
 import json
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import xgrammar  # pyright: ignore[reportMissingImports]
@@ -93,7 +93,8 @@ def main() -> None:
     parser.add_argument("--temperature", type=float, default=0.8)
     arguments = parser.parse_args()
     loaded = load_model(ModelSpec())
-    model, tokenizer = loaded.model, loaded.tokenizer
+    # Transformers' own, which a loaded checkpoint has.
+    model, tokenizer = loaded.model, cast("Any", loaded.tokenizer)
     vocab_size = model.config.vocab_size
     info = xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=vocab_size)
     compiler = xgrammar.GrammarCompiler(info)

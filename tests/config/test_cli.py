@@ -82,6 +82,44 @@ def test_sequences_of_one_prompt_stand_beside_each_other(tmp_path: Path) -> None
     assert ids == ["req_0", "req_0__child#0", "req_1", "req_1__child#0"]
 
 
+def test_an_overloaded_engine_queues_and_a_run_ends_when_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    result = run_here(
+        tmp_path, "workload=open_loop", "workload.rate=400", "workload.prompts.num_requests=2000", "load.max_seconds=1"
+    )
+    summary = result["summary"]
+    assert summary["num_requests"] + summary["num_unsent"] == 2000
+    assert summary["offered_requests_per_s"] == pytest.approx(400, rel=0.2)
+    assert summary["goodput_requests_per_s"] < 200
+    assert summary["num_cancelled"] > 100
+    assert summary["queue_time"]["p95_ms"] > 100
+    assert [r["created_time"] for r in result["requests"]] == sorted(r["created_time"] for r in result["requests"])
+    assert "requests cancelled" in capsys.readouterr().out
+
+
+def test_answers_to_prompts_that_arrive_at_a_rate_stand_under_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "p.txt").write_text("What is it?\nNever asked\n")
+    result = run_here(
+        tmp_path,
+        "workload=open_loop",
+        "workload.coefficient_of_variation=0",
+        "workload.rate=2",
+        "load.max_seconds=0.7",
+        "workload@workload.prompts=file",
+        f"workload.prompts.path={tmp_path / 'p.txt'}",
+        "generation=sampling",
+        "generation.max_new_tokens=2",
+        "+generation.num_return_sequences=2",
+    )
+    assert len(result["requests"]) == 2
+    printed = capsys.readouterr().out
+    assert printed.count("> What is it?") == 2
+    assert "Never asked" not in printed
+
+
 def test_a_seed_makes_a_run_repeatable(tmp_path: Path) -> None:
     def tokens(seed: int) -> list[list[int]]:
         result = run_here(

@@ -15,12 +15,18 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from cbtriton.config import ContinuousBatchingConfig, KernelConfig
+from cbtriton.load_generator import LoadGenerator
 from cbtriton.scheduler import SCHEDULERS
-from cbtriton.workloads import BENCHMARK_WORKLOADS
+from cbtriton.traffic import MultiTurn, OpenLoop, PrefixTree, Rollouts
+from cbtriton.workloads import BENCHMARK_WORKLOADS, Lengths, Synthetic
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
 DEPRECATED = {"use_default_compile_configs", "max_cached_graphs", "block_size"}
-MANDATORY = {"model=hub": ["model.name=somewhere"], "workload=file": ["workload.path=prompts.txt"]}
+MANDATORY = {
+    "model=hub": ["model.name=somewhere"],
+    "workload=file": ["workload.path=prompts.txt"],
+    "workload=trace": ["workload.path=trace.csv"],
+}
 GROUP_OPTIONS = sorted(
     f"{path.parent.relative_to(CONF).as_posix()}={path.stem}" for path in CONF.rglob("*.yaml") if path.parent != CONF
 )
@@ -173,6 +179,28 @@ def test_a_key_that_was_added_by_force_is_refused_by_the_constructor() -> None:
 @pytest.mark.parametrize("name", BENCHMARK_WORKLOADS)
 def test_each_benchmark_workload_can_be_run_by_name(name: str) -> None:
     assert hydra.utils.instantiate(composed(f"workload={name}").workload) == BENCHMARK_WORKLOADS[name]
+
+
+@pytest.mark.parametrize(
+    ("workload", "expected"),
+    [
+        ("open_loop", OpenLoop(Synthetic(prompt_lengths=Lengths(16, 256, "lognormal")), rate=4.0)),
+        ("prefix_tree", PrefixTree()),
+        ("multi_turn", MultiTurn()),
+        ("rollouts", Rollouts()),
+    ],
+)
+def test_files_of_workloads_have_the_defaults_of_their_classes(workload: str, expected: object) -> None:
+    assert hydra.utils.instantiate(composed(f"workload={workload}").workload) == expected
+
+
+def test_the_load_has_the_defaults_of_its_class() -> None:
+    assert hydra.utils.instantiate(composed().load) == LoadGenerator()
+
+
+def test_any_prompts_can_arrive_at_a_rate() -> None:
+    cfg = composed("workload=bursty", "workload@workload.prompts=rollouts", "workload.prompts.num_samples=3")
+    assert hydra.utils.instantiate(cfg.workload) == OpenLoop(Rollouts(num_samples=3), 4.0, coefficient_of_variation=4.0)
 
 
 def test_the_limit_on_new_tokens_reaches_chat_and_file_workloads() -> None:

@@ -55,8 +55,8 @@ PLACES = {
     # Tools around the engine: they read its records (level 0 to 2) and never the engine itself.
     **dict.fromkeys(("model_zoo", "report", "compile_cache", "figures", "comparison"), Place("tool", 3)),
     **dict.fromkeys(("workloads", "results"), Place("tool", 4)),
-    **dict.fromkeys(("measure", "sweep"), Place("tool", 5)),
-    "sweep_report": Place("tool", 6),
+    **dict.fromkeys(("traffic", "traces", "load_generator", "sweep"), Place("tool", 5)),
+    **dict.fromkeys(("measure", "sweep_report"), Place("tool", 6)),
     "cli": Place("top", 11),
 }
 
@@ -112,9 +112,11 @@ def test_a_module_uses_only_the_libraries_of_its_side(path: Path) -> None:
         "top": {"torch", "transformers", "tqdm"},
         "tool": {"torch", "transformers", "matplotlib", "numpy", "accelerate", "gguf", "tqdm"},
     }[PLACES[path.stem].side]
-    extra = {"config": {"transformers"}, "cli": {"hydra", "omegaconf"}, "compile_cache": {"triton"}}.get(
-        path.stem, set()
-    )
+    extra = {
+        "config": {"transformers"},
+        "cli": {"hydra", "omegaconf"},
+        "compile_cache": {"triton"},
+    }.get(path.stem, set())
     assert libraries <= allowed | extra
 
 

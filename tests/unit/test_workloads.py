@@ -160,4 +160,9 @@ def test_unknown_names_and_bounds_are_refused_with_what_is_allowed() -> None:
         Lengths(1, 4, "normal")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="one entry for each prompt"):
         Workload("w", ((1,),), (1, 2))
+    with pytest.raises(ValueError, match="empty or have one entry for each prompt, got 1 for 2 prompts"):
+        Workload("w", ((1,), (2,)), (1, 2), arrival_times=(0.0,))
+    for times in ((1.0, 0.5), (-1.0, 0.0), (0.0, float("inf")), (0.0, float("nan"))):
+        with pytest.raises(ValueError, match="finite, at least 0 and never decrease"):
+            Workload("w", ((1,), (2,)), (1, 2), arrival_times=times)
     assert set(BENCHMARK_WORKLOADS) == {"W1", "W2", "W3", "W4"}
