@@ -366,6 +366,7 @@ def test_layers_of_a_kind_share_their_graphs_whatever_their_group(hybrid, tools)
     assert (stats.compilations, stats.late_compilations) == (4, 0)
 
 
+@pytest.mark.slow
 def test_the_whole_step_of_a_model_with_groups_is_one_graph(hybrid, tools, whole_step):
     stats = run(hybrid, tools, Plain(hybrid, tools), page_size=4, num_blocks=400, **backend(dynamic=True))
     # Greedy steps and others, on two paths.
