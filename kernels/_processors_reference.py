@@ -19,6 +19,7 @@ BIAS, BAN, FORCE, SUPPRESS = range(4)
 LARGEST = torch.finfo(torch.float32).max
 # Tokens that top-h looks at.
 TOP_H_TOKENS = 100
+_NO_RULES: tuple[list[tuple[int, float]], ...] = ([], [], [], [])
 
 
 @kernel_op("process_reference")
@@ -85,37 +86,47 @@ def process(
     """
     scores = logits.to(torch.float32, copy=True)
     vocab_size = scores.shape[1]
-    for score, row, position in zip(scores, rows.tolist(), positions.tolist(), strict=True):
+    columns = (
+        prompt_lengths,
+        repetition_penalty,
+        presence_penalty,
+        frequency_penalty,
+        no_repeat_ngram_size,
+        num_rules,
+        has_token_mask,
+        min_positions,
+        decay_starts,
+        decay_rates,
+        remove_invalid,
+    )
+    # Asking a tensor for one number takes as long as most of what follows: all at once.
+    parameters = zip(rows.tolist(), positions.tolist(), *(column[rows].tolist() for column in columns), strict=True)
+    for score, parameter in zip(scores, parameters, strict=True):
+        row, position, prompt_length, repetition, presence, frequency, size, number, *others = parameter
+        is_masked, min_position, decay_start, decay_rate, is_repaired = others
         history = token_table[row, :position].long()
-        active = _active_rules(num_rules[row], rules[row], rule_prefixes[row], history)
+        active = _active_rules(rules[row, :number], rule_prefixes[row], history) if number else _NO_RULES
         for token, bias in active[BIAS]:
             score[token] += bias
-        _penalise(
-            score,
-            history,
-            int(prompt_lengths[row]),
-            float(repetition_penalty[row]),
-            float(presence_penalty[row]),
-            float(frequency_penalty[row]),
-        )
-        score[_in_vocabulary(_repeating(history, int(no_repeat_ngram_size[row])), vocab_size)] = -torch.inf
-        score[[token for token, _ in active[BAN]]] = -torch.inf
-        if has_token_mask[row]:
+        _penalise(score, history, prompt_length, repetition, presence, frequency)
+        if size:
+            score[_in_vocabulary(_repeating(history, size), vocab_size)] = -torch.inf
+        _fill(score, active[BAN], -torch.inf)
+        if is_masked:
             score[~_unpacked(token_masks[row], vocab_size)] = -torch.inf
-        eos = _in_vocabulary(eos_ids[row][eos_ids[row] >= 0].long(), vocab_size)
-        if position < min_positions[row]:
-            score[eos] = -torch.inf
+        if position < min_position:
+            score[_eos(eos_ids[row], vocab_size)] = -torch.inf
         if active[FORCE]:
-            score.fill_(-torch.inf)
-            score[[token for token, _ in active[FORCE]]] = 0.0
-        if remove_invalid[row]:
+            _fill(score.fill_(-torch.inf), active[FORCE], 0.0)
+        if is_repaired:
             score.nan_to_num_(nan=0.0, posinf=LARGEST, neginf=-LARGEST)
-        distance = position - int(decay_starts[row])
+        distance = position - decay_start
         if distance > 0:
+            eos = _eos(eos_ids[row], vocab_size)
             growing = eos[score[eos].isfinite()]
-            growth = score[growing].abs() * (math.pow(2.0, float(decay_rates[row]) * distance) - 1)
+            growth = score[growing].abs() * (math.pow(2.0, decay_rate * distance) - 1)
             score[growing] = (score[growing] + growth).clamp(max=LARGEST)
-        score[[token for token, _ in active[SUPPRESS]]] = -torch.inf
+        _fill(score, active[SUPPRESS], -torch.inf)
     return scores
 
 
@@ -145,12 +156,9 @@ def _(
     return logits.new_empty(logits.shape, dtype=torch.float32)
 
 
-def _active_rules(
-    number: Tensor, rules: Tensor, prefixes: Tensor, history: Tensor
-) -> tuple[list[tuple[int, float]], ...]:
+def _active_rules(rules: Tensor, prefixes: Tensor, history: Tensor) -> tuple[list[tuple[int, float]], ...]:
     """Tokens and biases of the rules that hold at the end of `history`, by kind."""
     active: tuple[list[tuple[int, float]], ...] = ([], [], [], [])
-    rules = rules[: int(number)]
     kinds, lengths = rules[:, 1] % 4, rules[:, 1] // 4
     found, wanted = history.tolist(), prefixes[: int(lengths.sum())].tolist()
     columns = (rules[:, 0], kinds, lengths, rules[:, 2], rules[:, 3].view(torch.float32))
@@ -178,11 +186,20 @@ def _penalise(
 
 def _repeating(history: Tensor, size: int) -> Tensor:
     """Tokens that would end an n-gram of `size` that the history holds already."""
-    if size == 0 or len(history) < size:
+    if len(history) < size:
         return history[:0]
     ngrams = history.unfold(0, size, 1)
     end = history[len(history) - size + 1 :]
     return ngrams[(ngrams[:, :-1] == end).all(-1), -1]
+
+
+def _fill(score: Tensor, rules: list[tuple[int, float]], value: float) -> None:
+    if rules:
+        score[[token for token, _ in rules]] = value
+
+
+def _eos(eos_ids: Tensor, vocab_size: int) -> Tensor:
+    return _in_vocabulary(eos_ids[eos_ids >= 0].long(), vocab_size)
 
 
 def _unpacked(mask: Tensor, vocab_size: int) -> Tensor:
