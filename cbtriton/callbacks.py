@@ -70,7 +70,9 @@ def read_processing(given: Mapping[str, Any], may_translate: bool) -> Processing
         if name in given:
             _check_function(name, given[name])
     processors = [processor for processor in listed if type(processor).__name__ not in _NEED_MORE_THAN_A_REQUEST]
-    dropped = tuple(type(processor).__name__ for processor in listed if processor not in processors)
+    dropped = tuple(
+        name for name in (type(processor).__name__ for processor in listed) if name in _NEED_MORE_THAN_A_REQUEST
+    )
     options = _translated(processors) if may_translate else {}
     host = HostProcessing(
         processors=tuple(processors[len(options) :]),

@@ -45,7 +45,6 @@ _GREEDY = SampleFeatures(all_greedy=True, use_top_k=False, use_top_p=False, use_
 _ANY = SampleFeatures(all_greedy=False, use_top_k=True, use_top_p=True, use_min_p=True, use_min_length=True)
 _PROCESSED = replace(_ANY, use_processors=True, use_truncation=True)
 
-
 _ERRORS = {
     SampleOutcome.NOTHING_LEFT: "no token is left to choose from: what the request suppresses, forbids, forces or "
     "masks rules out all of them; allow more tokens",

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any, get_args
 
 from cbtriton.cache_layout import CacheLayout
-from cbtriton.callbacks import FUNCTION_OPTIONS, Processing, read_criteria, read_processing
+from cbtriton.callbacks import FUNCTION_OPTIONS, read_criteria, read_processing
 from cbtriton.config import MAX_SEED, check_integer, check_number
 from cbtriton.processors import PROCESSOR_OPTIONS, ProcessorOptions
 from cbtriton.request import LogprobKind, LogprobParams, SamplingParams, StopRules
@@ -304,7 +304,8 @@ def request_parameters(
     min_new_tokens = _min_new_tokens(defaults, given, prompt_length)
     processing = read_processing(given, may_translate=options.is_neutral and min_new_tokens <= 0)
     options = options.merged(processing.options, limits.vocab_size)
-    _drop_functions(processing, limits.drop_unsupported, warn)
+    if processing.dropped:
+        _drop_processors(", ".join(processing.dropped), limits.drop_unsupported, warn)
     stop = StopRules(
         max_new_tokens=_max_new_tokens(defaults, max_new_tokens, prompt_length, limits),
         eos_token_ids=_request_eos(defaults, eos_token_id, limits.vocab_size),
@@ -364,11 +365,6 @@ def _drop_processors(options: str, drop_unsupported: bool, warn: Warn) -> None:
             "drop_unsupported_processors=True to generate without them"
         )
     warn(f"logits processors that are not supported are dropped: {options}")
-
-
-def _drop_functions(processing: Processing, drop_unsupported: bool, warn: Warn) -> None:
-    if processing.dropped:
-        _drop_processors(", ".join(processing.dropped), drop_unsupported, warn)
 
 
 def _check_argument_names(kwargs: Mapping[str, Any], given: Mapping[str, Any], per_request_processors: bool) -> None:

@@ -174,7 +174,7 @@ class _Draft:
     """The step being planned: shares in the order in which they were granted, and what is left of the budgets."""
 
     budget: int
-    scored_budget: int = field(default_factory=lambda: MAX_SCORED_TOKENS)
+    scored_budget: int = 0
     shares: dict[str, _Share] = field(default_factory=dict)
 
     def grant(self, share: _Share) -> None:
@@ -328,7 +328,7 @@ class Scheduler:
     def schedule(self) -> BatchPlan | Idle:
         """Plans the next step, on the assumption that the steps in flight will succeed."""
         self._release_children()
-        draft = _Draft(budget=self._limits.max_batch_tokens)
+        draft = _Draft(budget=self._limits.max_batch_tokens, scored_budget=MAX_SCORED_TOKENS)
         self._continue_running(draft)
         for share in draft.shares.values():
             self._index(share)

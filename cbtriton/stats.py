@@ -13,17 +13,21 @@ from typing import Any, Literal
 # What these tell is a state, not something that adds up.
 _STATES = frozenset(
     (
-        *(
-            "blocks_total",
-            "blocks_in_use",
-            "blocks_cached",
-            "blocks_pinned",
-            "blocks_free",
-            "num_running",
-            "num_waiting",
-        ),
-        *("host_blocks_total", "host_blocks_in_use", "host_cache_bytes", "cache_bytes", "weight_bytes"),
-        *("packed_weight_bytes", "table_bytes", "graph_bytes"),
+        "blocks_total",
+        "blocks_in_use",
+        "blocks_cached",
+        "blocks_pinned",
+        "blocks_free",
+        "num_running",
+        "num_waiting",
+        "host_blocks_total",
+        "host_blocks_in_use",
+        "host_cache_bytes",
+        "cache_bytes",
+        "weight_bytes",
+        "packed_weight_bytes",
+        "table_bytes",
+        "graph_bytes",
     )
 )
 

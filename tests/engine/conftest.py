@@ -12,7 +12,14 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, LogitsProcessorList, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma3TextConfig,
+    GenerationConfig,
+    LlamaConfig,
+    LogitsProcessorList,
+    PreTrainedModel,
+)
 
 import cbtriton
 from cbtriton import ContinuousBatchingConfig, GenerationOutput
@@ -45,6 +52,18 @@ def llama_config(**overrides: Any) -> LlamaConfig:
         "initializer_range": 0.3,
     }
     return LlamaConfig(**(settings | overrides))
+
+
+def hybrid_config(**overrides: Any) -> Gemma3TextConfig:
+    """Five layers with a window, each in a group of its own, and one that sees everything."""
+    settings = {
+        "head_dim": 16,
+        "vocab_size": VOCAB_SIZE,
+        "num_hidden_layers": 6,
+        "layer_types": ["sliding_attention"] * 5 + ["full_attention"],
+        "initializer_range": 0.3,
+    }
+    return Gemma3TextConfig(**(settings | overrides))
 
 
 def plain_greedy(
@@ -204,6 +223,7 @@ class Tools:
 
     build = staticmethod(build)
     llama_config = staticmethod(llama_config)
+    hybrid_config = staticmethod(hybrid_config)
     plain_greedy = staticmethod(plain_greedy)
     dense_logprobs = staticmethod(dense_logprobs)
     Gate = Gate

@@ -15,7 +15,6 @@ import torch
 from torch._dynamo.utils import counters
 from torch._inductor.graph import GraphLowering
 from torch._inductor.utils import fresh_cache
-from transformers import Gemma3TextConfig
 
 from cbtriton import WorkloadHints
 from cbtriton.compile import CompileError
@@ -342,22 +341,8 @@ class Plain:
 
 @pytest.fixture(scope="module")
 def hybrid(tools):
-    """Five layers that see 8 tokens, each in a group of its own, and one that sees everything."""
-    return tools.build(
-        Gemma3TextConfig(
-            hidden_size=64,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=16,
-            vocab_size=128,
-            intermediate_size=96,
-            max_position_embeddings=512,
-            num_hidden_layers=6,
-            sliding_window=8,
-            layer_types=["sliding_attention"] * 5 + ["full_attention"],
-            initializer_range=0.3,
-        )
-    )
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 96}
+    return tools.build(tools.hybrid_config(**sizes, max_position_embeddings=512, sliding_window=8))
 
 
 def test_layers_of_a_kind_share_their_graphs_whatever_their_group(hybrid, tools):

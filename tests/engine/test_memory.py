@@ -8,26 +8,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import Gemma3TextConfig
 
 from cbtriton.manager import ContinuousBatchingManager
 from cbtriton.model_adapter import ModelAdapter, _HeldBytes
 from cbtriton.request import Request, SamplingParams, StopRules
 
-# Five layers that see 32 tokens, and one that sees everything.
-MIXED = Gemma3TextConfig(
-    hidden_size=32,
-    num_attention_heads=2,
-    num_key_value_heads=1,
-    head_dim=16,
-    vocab_size=128,
-    intermediate_size=32,
-    max_position_embeddings=2048,
-    num_hidden_layers=6,
-    sliding_window=32,
-    layer_types=["sliding_attention"] * 5 + ["full_attention"],
-    initializer_range=0.3,
-)
+
+@pytest.fixture
+def mixed(tools):
+    """Layers that see 32 tokens, and one that sees everything."""
+    sizes = {"hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 32}
+    return tools.build(tools.hybrid_config(**sizes, max_position_embeddings=2048, sliding_window=32))
 
 
 def test_the_meter_counts_what_is_held_at_a_time_and_no_view_twice():
@@ -84,9 +75,8 @@ def test_the_stats_tell_the_bytes_of_each_purpose(model, tools):
         manager.destroy()
 
 
-def test_a_hybrid_model_holds_windows_where_others_hold_everything(tools):
-    model = tools.build(MIXED)
-    with tools.gated(model, page_size=16, num_blocks=1000, max_batch_tokens=512) as (manager, gate):
+def test_a_hybrid_model_holds_windows_where_others_hold_everything(mixed, tools):
+    with tools.gated(mixed, page_size=16, num_blocks=1000, max_batch_tokens=512) as (manager, gate):
         manager.add_request(tools.prompt(400), max_new_tokens=20)
         gate.step(3)
         block_bytes = manager.engine_config.cache_layout.block_bytes
@@ -97,12 +87,11 @@ def test_a_hybrid_model_holds_windows_where_others_hold_everything(tools):
         gate.open()
 
 
-def test_a_hybrid_model_finds_a_shared_prefix(tools):
+def test_a_hybrid_model_finds_a_shared_prefix(mixed, tools):
     """400 of 410 tokens are shared: the second request computes fewer than one in twenty of its own."""
-    model = tools.build(MIXED)
     prompts = [tools.prompt(400) + tools.prompt(10, seed=seed) for seed in (1, 2)]
-    expected = [tools.plain_greedy(model, prompt, 8) for prompt in prompts]
-    with tools.running(model, page_size=16, num_blocks=1000) as manager:
+    expected = [tools.plain_greedy(mixed, prompt, 8) for prompt in prompts]
+    with tools.running(mixed, page_size=16, num_blocks=1000) as manager:
         for prompt, answer in zip(prompts, expected, strict=True):
             request_id = manager.add_request(prompt, max_new_tokens=8)
             assert manager.get_result(request_id).generated_tokens == answer
@@ -112,12 +101,11 @@ def test_a_hybrid_model_finds_a_shared_prefix(tools):
 
 
 @pytest.mark.slow
-def test_a_long_run_loses_no_block_and_takes_no_more_memory(tools):
+def test_a_long_run_loses_no_block_and_takes_no_more_memory(mixed, tools):
     """2,000 requests of random sizes with cancels, on layers in groups: nothing is lost, and nothing grows."""
-    model = tools.build(MIXED)
     rng = random.Random(0)
     manager = ContinuousBatchingManager(
-        model,
+        mixed,
         tools.options(),
         tools.small(page_size=4, num_blocks=400, max_batch_tokens=64),
         None,
@@ -160,12 +148,11 @@ def test_a_request_without_a_limit_goes_on_to_that_of_the_cache_and_leaves_the_e
             assert output.generated_tokens == oracle.greedy(tools.prompt(5), 60)
 
 
-def test_one_that_can_never_fit_fails_alone_with_needed_and_available_blocks(tools):
+def test_one_that_can_never_fit_fails_alone_with_needed_and_available_blocks(mixed, tools):
     """On layers in groups, where blocks are not tokens over page size."""
-    model = tools.build(MIXED)
-    expected = tools.plain_greedy(model, tools.prompt(60), 4)
+    expected = tools.plain_greedy(mixed, tools.prompt(60), 4)
     # A window of 32 reaches into 3 pages of 16 a step: 15 blocks, and the other 5 for the layer that sees everything.
-    with tools.running(model, page_size=16, num_blocks=20) as manager:
+    with tools.running(mixed, page_size=16, num_blocks=20) as manager:
         assert manager.engine_config.max_model_len == 80
         assert manager.add_request(tools.prompt(80), max_new_tokens=1)
         with pytest.raises(
