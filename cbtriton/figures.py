@@ -18,8 +18,9 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 # Okabe and Ito's colours, which people with any kind of colour vision tell apart.
-_BLUE, _ORANGE, _GREEN, _SKY, _RED, _GREY = "#0072B2", "#E69F00", "#009E73", "#56B4E9", "#D55E00", "#999999"
-_STYLE: dict[Any, Any] = {
+BLUE, ORANGE, GREEN, SKY, RED, GREY = "#0072B2", "#E69F00", "#009E73", "#56B4E9", "#D55E00", "#999999"
+# For `matplotlib.style.use` and `rc_context`, so that drawings of a notebook look like those of this module.
+STYLE: dict[Any, Any] = {
     "font.size": 10,
     "axes.titlesize": 10,
     "axes.spines.top": False,
@@ -33,14 +34,14 @@ _MOST_BARS = 40
 _P = ParamSpec("_P")
 
 
-def _styled(draw: Callable[_P, Figure]) -> Callable[_P, Figure]:
+def styled(draw: Callable[_P, Figure]) -> Callable[_P, Figure]:
     """Draws in the style of this module, and leaves the caller's as it is."""
 
     @wraps(draw)
     def styled(*args: _P.args, **kwargs: _P.kwargs) -> Figure:
         from matplotlib import rc_context
 
-        with rc_context(_STYLE):
+        with rc_context(STYLE):
             return draw(*args, **kwargs)
 
     return styled
@@ -69,7 +70,7 @@ def write_timeline(path: Path, steps: Sequence[StepRecord]) -> None:
     timeline_figure(steps).savefig(path, dpi=120)
 
 
-@_styled
+@styled
 def timeline_figure(steps: Sequence[StepRecord]) -> Figure:
     """The figure that `write_timeline` saves."""
     import numpy as np
@@ -82,9 +83,9 @@ def timeline_figure(steps: Sequence[StepRecord]) -> Figure:
         tokens,
         edges,
         {
-            "decode": ([s.decode_tokens for s in steps], _ORANGE),
-            "prefill": ([s.prefill_tokens for s in steps], _BLUE),
-            "padding": ([s.padding_tokens for s in steps], _GREY),
+            "decode": ([s.decode_tokens for s in steps], ORANGE),
+            "prefill": ([s.prefill_tokens for s in steps], BLUE),
+            "padding": ([s.padding_tokens for s in steps], GREY),
         },
     )
     # A prefill step holds a hundred times the tokens of a decode step: on a linear axis the latter would vanish.
@@ -94,8 +95,8 @@ def timeline_figure(steps: Sequence[StepRecord]) -> Figure:
         requests,
         edges,
         {
-            "in the step": ([s.num_rows for s in steps], _ORANGE),
-            "waiting": ([s.num_waiting for s in steps], _SKY),
+            "in the step": ([s.num_rows for s in steps], ORANGE),
+            "waiting": ([s.num_waiting for s in steps], SKY),
         },
     )
     requests.set(ylabel="requests")
@@ -104,8 +105,8 @@ def timeline_figure(steps: Sequence[StepRecord]) -> Figure:
         cache,
         edges,
         {
-            "in use": ([s.blocks_in_use for s in steps], _GREEN),
-            "cached prefixes": ([s.blocks_cached for s in steps], _SKY),
+            "in use": ([s.blocks_in_use for s in steps], GREEN),
+            "cached prefixes": ([s.blocks_cached for s in steps], SKY),
         },
     )
     cache.set(ylabel="cache blocks", xlabel="time since the first step (s)", xlim=(0, edges[-1]))
@@ -137,7 +138,7 @@ def _mark_preemptions(axes: Axes, edges: Sequence[float], steps: Sequence[StepRe
     hits = [edge for edge, step in zip(edges, steps, strict=False) if step.num_preempted]
     if hits:
         tops = [step.num_rows + step.num_waiting for step in steps if step.num_preempted]
-        axes.plot(hits, tops, linestyle="none", marker="v", color=_RED, label="preemption", clip_on=False)
+        axes.plot(hits, tops, linestyle="none", marker="v", color=RED, label="preemption", clip_on=False)
 
 
 def _finish(axes: Axes) -> None:
@@ -152,7 +153,7 @@ def _legend_beside(axes: Axes) -> None:
     axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1.0), borderaxespad=0)
 
 
-@_styled
+@styled
 def padding_waste_figure(
     q_intervals: Sequence[str],
     kv_intervals: Sequence[str],
@@ -190,7 +191,7 @@ def padding_waste_figure(
     return figure
 
 
-@_styled
+@styled
 def step_sizes_figure(traces: Mapping[str, Sequence[StepRecord]]) -> Figure:
     """Tokens of each step with what was added to them, one panel for each run on a common scale.
 
@@ -206,7 +207,7 @@ def step_sizes_figure(traces: Mapping[str, Sequence[StepRecord]]) -> Figure:
     for axes, (title, steps) in zip(panels, traces.items(), strict=True):
         edges = [float(number) for number in range(len(steps) + 1)]
         real = [step.prefill_tokens + step.decode_tokens for step in steps]
-        _stack(axes, edges, {"tokens": (real, _BLUE), "padding": ([s.padding_tokens for s in steps], _GREY)})
+        _stack(axes, edges, {"tokens": (real, BLUE), "padding": ([s.padding_tokens for s in steps], GREY)})
         top = max([top, *(step.padding_tokens + tokens for step, tokens in zip(steps, real, strict=True))])
         axes.set_title(title, loc="left")
         axes.grid(axis="y", alpha=0.3)
@@ -247,7 +248,7 @@ class Point:
     is_front: bool
 
 
-@_styled
+@styled
 def throughput_latency_figure(points: Sequence[Point]) -> Figure:
     """All runs, with those that no other beats in both joined and named."""
     from matplotlib.figure import Figure
@@ -256,12 +257,12 @@ def throughput_latency_figure(points: Sequence[Point]) -> Figure:
     axes = figure.subplots()
     front = sorted((point for point in points if point.is_front), key=lambda point: point.rate)
     others = [point for point in points if not point.is_front]
-    axes.plot([p.rate for p in others], [p.latency_ms for p in others], "o", color=_GREY, label="other runs")
+    axes.plot([p.rate for p in others], [p.latency_ms for p in others], "o", color=GREY, label="other runs")
     axes.plot(
         [p.rate for p in front],
         [p.latency_ms for p in front],
         "o-",
-        color=_RED,
+        color=RED,
         label="Pareto front",
         drawstyle="steps-pre",
     )
@@ -285,7 +286,7 @@ def _name_points(axes: Axes, points: Sequence[Point]) -> None:
             axes.annotate(point.label, (point.rate, point.latency_ms), (5, -3), textcoords="offset points", va="top")
 
 
-@_styled
+@styled
 def preparation_figure(seconds: Mapping[str, Mapping[str, float]]) -> Figure:
     """Seconds of compiling and capturing for each bucket, the longest first and at most 40 of them.
 
@@ -295,7 +296,7 @@ def preparation_figure(seconds: Mapping[str, Mapping[str, float]]) -> Figure:
     shown = sorted(seconds.items(), key=lambda item: -sum(item[1].values()))[:_MOST_BARS]
     figure, axes = _bars([bucket for bucket, _ in shown])
     left = [0.0] * len(shown)
-    for kind, colour in (("compile", _BLUE), ("capture", _ORANGE)):
+    for kind, colour in (("compile", BLUE), ("capture", ORANGE)):
         widths = [kinds.get(kind, 0.0) for _, kinds in shown]
         if any(widths):
             axes.barh(range(len(shown)), widths, left=left, color=colour, label=kind)
@@ -307,7 +308,7 @@ def preparation_figure(seconds: Mapping[str, Mapping[str, float]]) -> Figure:
     return figure
 
 
-@_styled
+@styled
 def speed_ups_figure(speed_ups: Mapping[str, Sequence[float]]) -> Figure:
     """Throughput with each kernel beside its slot's reference: the mean as a bar, each pair of runs as a dot.
 
@@ -317,10 +318,10 @@ def speed_ups_figure(speed_ups: Mapping[str, Sequence[float]]) -> Figure:
     figure, axes = _bars(list(speed_ups))
     for place, ratios in enumerate(speed_ups.values()):
         mean = sum(ratios) / len(ratios)
-        axes.barh(place, mean, color=_SKY)
-        axes.plot(ratios, [place] * len(ratios), "o", color=_BLUE, markersize=4)
+        axes.barh(place, mean, color=SKY)
+        axes.plot(ratios, [place] * len(ratios), "o", color=BLUE, markersize=4)
         axes.text(1.01, place, f"mean ×{mean:.2f}", va="center", transform=axes.get_yaxis_transform())
-    axes.axvline(1, color=_GREY, linewidth=1)
+    axes.axvline(1, color=GREY, linewidth=1)
     axes.set(xlabel="throughput beside the reference (1: the same)")
     return figure
 
