@@ -1,8 +1,9 @@
 """The command `cbtriton`: a Hydra application over `conf/`, and the only module that knows of Hydra.
 
 Loads a model, runs a workload through the continuous batching manager, shows the answers and what they cost, and
-writes `result.json`, `steps.jsonl` and `timeline.png` into the run's folder. A run of a sweep that fails writes its
-error there, and the sweep goes on. `cbtriton cache` shows what compilers have kept, and with `--clear` deletes it.
+writes `result.json`, `steps.jsonl` and `timeline.png` into the run's folder, beside what a profiler saw. A run of a
+sweep that fails writes its error there, and the sweep goes on. `cbtriton cache` shows what compilers have kept, and
+with `--clear` deletes it.
 """
 
 from __future__ import annotations
@@ -169,10 +170,11 @@ def run(cfg: DictConfig, output_dir: Path, asked: Asked | None = None) -> Summar
             manager.warmup(cfg.progress_bar)
         manager.start()
         print(f"{loaded.name}: {len(workload.prompts)} prompts of the workload {workload.name}", flush=True)
-        repeats = measure.run(manager, workload, load, progress_bar=cfg.progress_bar)
+        measured = measure.run(manager, workload, load, output_dir, progress_bar=cfg.progress_bar)
         stats, engine_config = manager.stats(), manager.engine_config
     finally:
         manager.destroy()
+    repeats = measured.repeats
     shown = typical(repeats)
     if cfg.print_answers:
         _print_answers(loaded, workload, shown.outputs, manager.num_return_sequences)
@@ -188,7 +190,8 @@ def run(cfg: DictConfig, output_dir: Path, asked: Asked | None = None) -> Summar
         stats=stats,
         engine_config=engine_config.to_dict(),
     )
-    print("\n" + "\n".join(f"wrote {output_dir / name}" for name in ("timeline.png", "steps.jsonl", "result.json")))
+    written = [*measured.files, *(output_dir / name for name in ("timeline.png", "steps.jsonl", "result.json"))]
+    print("\n" + "\n".join(f"wrote {path}" for path in written))
     return shown.summary
 
 

@@ -25,6 +25,7 @@ from cbtriton.model_adapter import Belongings, ModelAdapter, ModelLayout, Unsupp
 from cbtriton.model_runner import InFlightStep, ModelRunner
 from cbtriton.padding import Bucket, PaddingPolicy
 from cbtriton.plan import BatchPlan, BlockTableUpdate, Path, RowStart, ScheduledRow
+from cbtriton.ranges import ranges_for
 from cbtriton.request import GenerationOutput, Request, SamplingParams
 from cbtriton.request_table import RequestTable
 from cbtriton.scheduler import SCHEDULERS, Scheduler, SchedulerLimits
@@ -107,6 +108,7 @@ class Engine:
         self._runner = ModelRunner(
             adapter, self._attention, kernels, self._cache, host_cache, table, config, layers, self._graphs
         )
+        self._range = ranges_for(adapter.device)
         self._is_warm = False
         self._left_behind: Belongings | None = None
         self._in_flight: deque[_Launched] = deque()
@@ -257,15 +259,18 @@ class Engine:
 
     def _launch_next(self) -> bool:
         start = time.perf_counter()
+        index = self._stats.steps + len(self._in_flight)
         num_preempted = self._scheduler.counters.preemptions
-        plan = self._scheduler.schedule()
+        with self._range(f"schedule {index}"):
+            plan = self._scheduler.schedule()
         if not isinstance(plan, BatchPlan):
             return False
         scheduled = time.perf_counter()
         self._count_host_rows(len(plan.host_rows))
         bucket = self._padding.bucket(plan)
-        step = self._runner.launch(plan, bucket)
-        record = self._record(plan, bucket, start)
+        with self._range(f"launch {index}"):
+            step = self._runner.launch(plan, bucket, f"step {index}: {bucket.name}")
+        record = self._record(index, plan, bucket, start)
         record = replace(
             record,
             num_preempted=self._scheduler.counters.preemptions - num_preempted,
@@ -284,9 +289,12 @@ class Engine:
 
     def _commit_oldest(self) -> list[GenerationOutput]:
         launched = self._in_flight.popleft()
-        result = launched.step.wait()
+        index = launched.record.index
+        with self._range(f"wait {index}"):
+            result = launched.step.wait()
         done = time.perf_counter()
-        outputs = self._scheduler.commit(launched.step.plan, result)
+        with self._range(f"commit {index}"):
+            outputs = self._scheduler.commit(launched.step.plan, result)
         prepare_time = launched.step.prepare_time
         record = replace(
             launched.record,
@@ -298,10 +306,10 @@ class Engine:
         self._count(record)
         return outputs
 
-    def _record(self, plan: BatchPlan, bucket: Bucket, start_time: float) -> StepRecord:
+    def _record(self, index: int, plan: BatchPlan, bucket: Bucket, start_time: float) -> StepRecord:
         decode_tokens = sum(row.count == 1 and row.samples for row in plan.rows)
         return StepRecord(
-            index=self._stats.steps + len(self._in_flight),
+            index=index,
             start_time=start_time,
             path=bucket.path,
             num_rows=len(plan.rows),

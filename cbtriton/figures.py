@@ -30,6 +30,7 @@ STYLE: dict[Any, Any] = {
     "svg.hashsalt": "cbtriton",
 }
 _MOST_BARS = 40
+_MOST_OPERATORS = 20
 
 _P = ParamSpec("_P")
 
@@ -335,3 +336,65 @@ def _bars(labels: Sequence[str]) -> tuple[Figure, Axes]:
     axes.set_ylim(len(labels) - 0.4, -0.6)
     axes.grid(axis="x", alpha=0.3)
     return figure, axes
+
+
+@dataclass(frozen=True, slots=True)
+class MemorySample:
+    """Memory at one moment of a run.
+
+    Attributes:
+        seconds: Since the first sample.
+        steps: Steps that the engine has run.
+        resident_bytes: Memory of the process that is in RAM.
+        device_bytes: The most that tensors took on the GPU since the sample before; 0 without one.
+        cache_bytes: Blocks of the KV cache that requests hold.
+    """
+
+    seconds: float
+    steps: int
+    resident_bytes: int
+    device_bytes: int
+    cache_bytes: int
+
+
+@styled
+def memory_figure(samples: Sequence[MemorySample]) -> Figure:
+    """Memory over time: all of it, and below how it changed since the first sample."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 5), layout="constrained")
+    whole, change = figure.subplots(2, 1, sharex=True)
+    seconds = [sample.seconds for sample in samples]
+    lines = {
+        "process, resident": ([s.resident_bytes for s in samples], BLUE),
+        "GPU, tensors at most": ([s.device_bytes for s in samples], RED),
+        "cache that requests hold": ([s.cache_bytes for s in samples], GREEN),
+    }
+    for label, (values, colour) in lines.items():
+        if any(values):
+            whole.plot(seconds, [value / 2**20 for value in values], color=colour, label=label)
+            change.plot(seconds, [(value - values[0]) / 2**20 for value in values], color=colour)
+    whole.set(ylabel="MiB", ylim=(0, None), title=f"{samples[-1].steps - samples[0].steps} steps")
+    change.set(ylabel="change (MiB)", xlabel="time since the trace began (s)")
+    for axes in (whole, change):
+        axes.grid(axis="y", alpha=0.3)
+    _legend_beside(whole)
+    return figure
+
+
+@styled
+def operators_figure(self_ms: Mapping[str, float]) -> Figure:
+    """Time in each operator and kernel, the longest first and at most 20 of them.
+
+    Args:
+        self_ms: Milliseconds by name, the longest first.
+    """
+    total = sum(self_ms.values()) or 1.0
+    shown = list(self_ms.items())[:_MOST_OPERATORS]
+    figure, axes = _bars([name if len(name) <= 48 else f"{name[:47]}…" for name, _ in shown])
+    axes.barh(range(len(shown)), [value for _, value in shown], color=BLUE)
+    for place, (_, value) in enumerate(shown):
+        axes.text(1.01, place, f"{value / total:.0%}", va="center", transform=axes.get_yaxis_transform())
+    rest = f", the {len(shown)} longest" if len(self_ms) > len(shown) else ""
+    axes.set(xlabel="self time (ms)", title=f"{len(self_ms)} operators and kernels{rest}; {total:.1f} ms in all")
+    return figure

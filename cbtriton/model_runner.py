@@ -35,6 +35,7 @@ from cbtriton.plan import (
     SampleOutcome,
     StepResult,
 )
+from cbtriton.ranges import ranges_for
 from cbtriton.request_table import RequestTable
 from cbtriton.step_inputs import SampleFeatures, StepInputs, StepInputsWriter
 
@@ -186,6 +187,7 @@ class ModelRunner:
         self._page_size_column = torch.tensor(self._page_sizes, dtype=torch.int32, device=adapter.device)
         self._has_worker = config.async_depth > 0 and adapter.device.type == "cpu"
         self._worker: ThreadPoolExecutor | None = None
+        self._range = ranges_for(adapter.device)
         self.monitor = CompileMonitor()
 
     @property
@@ -197,15 +199,21 @@ class ModelRunner:
         """Whether steps of this path are compiled."""
         return self._settings[path] is not None
 
-    def launch(self, plan: BatchPlan, bucket: Bucket) -> InFlightStep:
-        """Enqueues a step: behind those in flight, on the device or on the worker thread that stands in for one."""
+    def launch(self, plan: BatchPlan, bucket: Bucket, name: str) -> InFlightStep:
+        """Enqueues a step: behind those in flight, on the device or on the worker thread that stands in for one.
+
+        Args:
+            plan: What it runs.
+            bucket: At which sizes.
+            name: What profilers show.
+        """
         if self._has_worker:
             if self._worker is None:
                 end_idle_threads()
                 self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="cbtriton-step")
-            return InFlightStep(plan, self._worker.submit(self._enqueue, plan, bucket))
+            return InFlightStep(plan, self._worker.submit(self._enqueue, plan, bucket, name))
         launched: Future[_Sampled] = Future()
-        launched.set_result(self._enqueue(plan, bucket))
+        launched.set_result(self._enqueue(plan, bucket, name))
         return InFlightStep(plan, launched)
 
     def warm_up(self, bucket: Bucket) -> None:
@@ -235,19 +243,25 @@ class ModelRunner:
             self._worker = None
         self._layers.uninstall()
 
-    def _enqueue(self, plan: BatchPlan, bucket: Bucket) -> _Sampled:
+    def _enqueue(self, plan: BatchPlan, bucket: Bucket, name: str) -> _Sampled:
+        with self._range(name):
+            return self._run_plan(plan, bucket)
+
+    def _run_plan(self, plan: BatchPlan, bucket: Bucket) -> _Sampled:
         start = time.perf_counter()
-        inputs = self._writer.fill(plan, bucket)
+        with self._range("fill inputs"):
+            inputs = self._writer.fill(plan, bucket)
         prepare_time = time.perf_counter() - start
         failed_swaps = self._swap(plan.swaps_out, self._host_cache.store)
         if plan.block_copies:
             self._copy_blocks(plan.block_copies)
         failed_swaps += self._swap(plan.swaps_in, self._host_cache.load)
         mask_errors = self._host.write_masks(plan.host_rows)
-        if _needs_parts(plan):
-            outputs, extras = self._launch_in_parts(plan, bucket, inputs, mask_errors)
-        else:
-            outputs, extras = self._launch(bucket, inputs), _Extras(mask_errors)
+        with self._range("model and sampling"):
+            if _needs_parts(plan):
+                outputs, extras = self._launch_in_parts(plan, bucket, inputs, mask_errors)
+            else:
+                outputs, extras = self._launch(bucket, inputs), _Extras(mask_errors)
         count = _num_samples(plan)
         token_ids, logprobs, outcomes = (_to_host(column[:count]) for column in outputs)
         ready = None

@@ -39,7 +39,8 @@ class Asked:
 
 def clear(folder: Path) -> None:
     """Removes what an earlier run has left in `folder`, `result.json` first."""
-    for pattern in ("result.json", "steps.jsonl", ".*.draft"):
+    of_profiler = ("trace.json.gz", "operators.*", "memory.*")
+    for pattern in ("result.json", "steps.jsonl", "timeline.png", *of_profiler, ".*.draft"):
         for path in folder.glob(pattern):
             path.unlink()
 

@@ -11,6 +11,7 @@ from typing import Generic, ParamSpec, TypeVar
 
 import torch
 from torch._ops import OpOverload
+from torch.autograd import profiler
 from torch.compiler import is_compiling
 
 P = ParamSpec("P")
@@ -23,9 +24,10 @@ _KERNELS_PACKAGE = "cbtriton.kernels."
 class KernelOp(Generic[P, R]):
     """A launcher and the operator made from it, callable like the launcher.
 
-    While `torch.compile` or `torch.export` traces, a call becomes one opaque operator in the graph. Otherwise the
-    launcher runs directly: the dispatcher's way costs microseconds a call, several times per layer and step. Code that
-    relies on dispatch without the compiler (fake tensors, dispatch modes) calls `op`.
+    While `torch.compile` or `torch.export` traces, a call becomes one opaque operator in the graph; while PyTorch's
+    profiler records, it is one there, too. Otherwise the launcher runs directly: the dispatcher's way costs
+    microseconds a call, several times per layer and step. Code that relies on dispatch without the compiler (fake
+    tensors, dispatch modes) calls `op`.
 
     Attributes:
         launcher: The undecorated function.
@@ -47,7 +49,8 @@ class KernelOp(Generic[P, R]):
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Runs the kernel; see the launcher for arguments and result."""
-        if is_compiling():
+        # Dispatched operators are what a profiler sees.
+        if is_compiling() or profiler._is_profiler_enabled:
             return self.op(*args, **kwargs)
         return self.launcher(*args, **kwargs)
 

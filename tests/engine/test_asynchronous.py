@@ -97,9 +97,9 @@ class Stepper:
         self.outputs: list[GenerationOutput] = []
         launch = engine._runner.launch
 
-        def launch_and_note(plan: BatchPlan, bucket: Any) -> Any:
+        def launch_and_note(plan: BatchPlan, bucket: Any, name: str) -> Any:
             self.plans.append(plan)
-            return launch(plan, bucket)
+            return launch(plan, bucket, name)
 
         engine._runner.launch = launch_and_note
 

@@ -44,7 +44,7 @@ PLACES = {
     **dict.fromkeys(("sampling", "scheduler"), Place("host", 4)),
     "simulator": Place("host", 5),
     **dict.fromkeys(("kernel_set", "forward_context", "kv_cache", "request_table"), Place("device", 3)),
-    "logprobs": Place("device", 3),
+    **dict.fromkeys(("logprobs", "ranges"), Place("device", 3)),
     **dict.fromkeys(("attention", "step_inputs", "host_processing", "compile", "packed_linear"), Place("device", 4)),
     **dict.fromkeys(("graphs", "model_adapter"), Place("device", 5)),
     "model_runner": Place("device", 6),
@@ -55,7 +55,7 @@ PLACES = {
     # Tools around the engine: they read its records (level 0 to 2) and never the engine itself.
     **dict.fromkeys(("model_zoo", "report", "compile_cache", "figures", "comparison"), Place("tool", 3)),
     **dict.fromkeys(("workloads", "results"), Place("tool", 4)),
-    **dict.fromkeys(("traffic", "traces", "load_generator", "sweep"), Place("tool", 5)),
+    **dict.fromkeys(("traffic", "traces", "load_generator", "sweep", "profiling"), Place("tool", 5)),
     **dict.fromkeys(("measure", "sweep_report"), Place("tool", 6)),
     "cli": Place("top", 11),
 }

@@ -10,7 +10,10 @@ from matplotlib import rc_context, rcParams
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 
 from cbtriton.figures import (
+    MemorySample,
     Point,
+    memory_figure,
+    operators_figure,
     padding_waste_figure,
     preparation_figure,
     save,
@@ -49,6 +52,8 @@ def test_the_timeline_stacks_what_a_step_held_and_names_it() -> None:
 
 STEPS = [step(i, 5.0 + i, num_preempted=i % 2) for i in range(300)]
 PICTURES = {
+    "memory": memory_figure([MemorySample(0.01 * n, n, 2**30 + 2**20 * n, 2**20 * n % 7, 2**24) for n in range(50)]),
+    "operators": operators_figure({f"aten::{'long_name_' * (n % 7)}{n} (cpu)": 100.0 - n for n in range(30)}),
     "timeline": timeline_figure(STEPS),
     "padding_waste": padding_waste_figure(
         ["16", "64", "1024"],
@@ -90,7 +95,19 @@ def test_nothing_in_a_picture_overlaps_or_is_cut(name: str) -> None:
 
 
 def test_every_axis_has_a_name_with_its_unit() -> None:
-    units = ("tokens", "requests", "cache blocks", "(s)", "(ms", "tokens/s", "seconds", "(%)", "step", "1: the same")
+    units = (
+        "tokens",
+        "requests",
+        "cache blocks",
+        "(s)",
+        "(ms",
+        "tokens/s",
+        "seconds",
+        "(%)",
+        "step",
+        "MiB",
+        "1: the same",
+    )
     for figure in PICTURES.values():
         shared = [figure._supylabel.get_text()] if figure._supylabel else []  # type: ignore[attr-defined]
         labels = [label for axes in figure.axes for label in (axes.get_xlabel(), axes.get_ylabel()) if label] + shared
