@@ -398,3 +398,88 @@ def operators_figure(self_ms: Mapping[str, float]) -> Figure:
     rest = f", the {len(shown)} longest" if len(self_ms) > len(shown) else ""
     axes.set(xlabel="self time (ms)", title=f"{len(self_ms)} operators and kernels{rest}; {total:.1f} ms in all")
     return figure
+
+
+@dataclass(frozen=True, slots=True)
+class KernelTiming:
+    """How one implementation did on one case.
+
+    Attributes:
+        case: What was computed.
+        who: What computed it.
+        time_us: Time of a call, in microseconds.
+        floor_us: The least that moving its bytes, or doing its operations, takes.
+        gflop_per_s: Operations that must be done over the time; 0 where there are none.
+        flop_per_byte: These operations over the bytes that must move.
+    """
+
+    case: str
+    who: str
+    time_us: float
+    floor_us: float
+    gflop_per_s: float
+    flop_per_byte: float
+
+
+@styled
+def roofline_figure(title: str, timings: Sequence[KernelTiming], gb_per_s: float, gflop_per_s: float) -> Figure:
+    """Operations per second over operations per byte, under what memory and arithmetic allow.
+
+    Args:
+        title: What was measured.
+        timings: Those without operations are left out.
+        gb_per_s: Of a large copy.
+        gflop_per_s: Of a large matrix product.
+    """
+    from matplotlib.figure import Figure
+
+    shown = [timing for timing in timings if timing.gflop_per_s > 0]
+    figure = Figure(figsize=(9, 5), layout="constrained")
+    axes = figure.subplots()
+    ridge = gflop_per_s / gb_per_s
+    low = min(0.5 * ridge, *(timing.flop_per_byte for timing in shown)) / 2
+    high = max(2 * ridge, *(timing.flop_per_byte for timing in shown)) * 2
+    roof = f"copy {gb_per_s:.3g} GB/s, matrix product {gflop_per_s:.3g} GFLOP/s"
+    axes.plot([low, ridge, high], [low * gb_per_s, gflop_per_s, gflop_per_s], color=GREY, label=roof)
+    for who, (colour, marker) in _marks(shown).items():
+        own = [timing for timing in shown if timing.who == who]
+        x, y = [t.flop_per_byte for t in own], [t.gflop_per_s for t in own]
+        axes.plot(x, y, marker, color=colour, label=who, linestyle="none")
+    axes.set(xscale="log", yscale="log", xlabel="operations per byte that must move", ylabel="GFLOP/s", title=title)
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter("{x:g}")
+        axis.set_minor_formatter(lambda value, _: f"{value:g}" if f"{value:e}"[0] in "25" else "")
+    axes.grid(alpha=0.3)
+    _legend_beside(axes)
+    return figure
+
+
+@styled
+def roofline_shares_figure(title: str, timings: Sequence[KernelTiming]) -> Figure:
+    """For each case which share of the speed that the machine allows was reached, and by whom.
+
+    Args:
+        title: What was measured.
+        timings: In the order of the rows.
+    """
+    cases = list(dict.fromkeys(timing.case for timing in timings))
+    figure, axes = _bars(cases)
+    for who, (colour, marker) in _marks(timings).items():
+        own = [timing for timing in timings if timing.who == who]
+        shares = [100 * timing.floor_us / timing.time_us for timing in own]
+        places = [cases.index(timing.case) for timing in own]
+        axes.plot(shares, places, marker, color=colour, label=who, linestyle="none")
+    axes.axvline(100, color=GREY, linewidth=1)
+    axes.set(xscale="log", xlabel="share of the roofline (%; log scale)", title=title)
+    axes.xaxis.set_major_formatter("{x:g}")
+    figure.set_figwidth(11)
+    _legend_beside(axes)
+    return figure
+
+
+def _marks(timings: Sequence[KernelTiming]) -> dict[str, tuple[str, str]]:
+    """A colour and a marker for each implementation, in the order of their names."""
+    names = sorted({timing.who for timing in timings})
+    colours, markers = (BLUE, ORANGE, GREEN, RED, SKY, GREY), "osD^vPX"
+    # Six colours and seven markers: pairs come again after 42 names.
+    return {name: (colours[i % len(colours)], markers[i % len(markers)]) for i, name in enumerate(names)}

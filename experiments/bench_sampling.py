@@ -33,8 +33,10 @@ from cbtriton.sampling import RequestLimits, SamplingDefaults, request_parameter
 from cbtriton.step_inputs import StepInputsWriter
 
 sys.path.append(str(Path(__file__).parent))  # PYTHONSAFEPATH leaves it out.
-from bench_kernels import VOCAB, side_by_side
+from _kernel_timing import CpuTimer
 
+# The vocabulary of SmolLM2.
+VOCAB = 49_152
 PROMPT, MAX_NEW, TEMPERATURE = 100, 1_000, 0.8
 # Everything that transformers has, with values that people use.
 PROCESSORS: dict[str, Any] = {
@@ -81,6 +83,7 @@ def main() -> None:
     kernels = {
         name: choose_kernels(KernelConfig(default=name), torch.device("cpu")) for name in ("reference", "triton")
     }
+    timer = CpuTimer(arguments.seconds)
     print("| options | transformers, a list per row | one list | ours, torch | Triton | faster than lists, than one |")
     print("|---|---|---|---|---|---|")
     for name, wish in WISHES.items():
@@ -89,7 +92,8 @@ def main() -> None:
         with torch.no_grad():
             calls = contestants(kernels, wish, histories, logits)
             same(calls)
-            times = [ms / arguments.rows for ms in side_by_side(calls, arguments.seconds)]
+            timings = timer.in_turns({str(place): call for place, call in enumerate(calls)})
+            times = [timing.time_us / 1e3 / arguments.rows for timing in timings.values()]
         lists, one, torch_ms, _ = times
         cells = " | ".join(f"{ms:.2f}" for ms in times)
         print(f"| {name} | {cells} | {lists / torch_ms:.1f}×, {one / torch_ms:.1f}× |", flush=True)
@@ -102,7 +106,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--history", type=int, default=500, help="tokens of prompt and output")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--only", default="", help="part of the names of the options to run")
-    parser.add_argument("--seconds", type=float, default=5.0, help="time for each row of the table")
+    parser.add_argument("--seconds", type=float, default=1.5, help="time for each number")
     return parser.parse_args()
 
 
