@@ -82,6 +82,7 @@ class ContinuousBatchingManager:
         config: The configuration as asked for.
         kernel_config: The kernels as asked for.
         engine_config: The configuration as resolved, with every decision.
+        model_facts: What is known of the model and its device, for `cbtriton.resolve` and `cbtriton.simulator`.
         kernel_names: (slot, implementation) of every kernel.
         tokenizer: Decodes tokens for `stop_strings`; anything with `decode(list[int]) -> str`.
 
@@ -120,10 +121,11 @@ class ContinuousBatchingManager:
             self._layout = self._adapter.inspect_layout()
         self._hints = WorkloadHints.from_any(workload_hints)
         self._capturer = capturer_for(self._adapter.device)
+        self.model_facts = self._find_model_facts(memory)
         self.engine_config: EngineConfig = resolve(
             config,
             self._hints,
-            self._model_facts(memory),
+            self.model_facts,
             has_logits_processing=self._defaults.has_logits_processing or config.per_request_processors,
             scheduler_types=SCHEDULERS.default_margins(),
             has_processors=self._defaults.has_processors,
@@ -155,7 +157,7 @@ class ContinuousBatchingManager:
         self._must_reset_prefix_cache = False
         self._warnings: set[str] = set()
 
-    def _model_facts(self, memory: int) -> ModelFacts:
+    def _find_model_facts(self, memory: int) -> ModelFacts:
         return ModelFacts(
             vocab_size=self._adapter.vocab_size,
             num_embeddings=self._adapter.num_embeddings,

@@ -6,7 +6,10 @@ import json
 
 import pytest
 
+from cbtriton.config import WorkloadHints
 from cbtriton.manager import ContinuousBatchingManager
+from cbtriton.resolve import resolve
+from cbtriton.scheduler import SCHEDULERS
 from cbtriton.simulator import TraceRequest, simulate, trace_of
 from cbtriton.workloads import Lengths, Synthetic
 
@@ -94,3 +97,13 @@ def test_steps_at_exact_sizes_are_foreseen_too(tools, model, prompts):
     result = simulate(manager.engine_config, trace_of(prompts, [5] * len(prompts)))
     assert seen(result.steps) == seen(manager.step_records())
     assert json.loads(json.dumps(result.to_dict()))["buckets"] == manager.stats().buckets == {}
+
+
+def test_a_managers_facts_resolve_to_its_configuration(tools, model):
+    """So other settings can be resolved and simulated for the same model without an engine."""
+    hints = WorkloadHints(40, 8, 3)
+    manager = ContinuousBatchingManager(model, tools.options(), {**PADDED, "page_size": 16, "seed": 0}, hints)
+    facts, margins = manager.model_facts, SCHEDULERS.default_margins()
+    again = resolve(manager.config, hints, facts, has_logits_processing=False, scheduler_types=margins)
+    assert again == manager.engine_config
+    assert (facts.vocab_size, len(facts.cached_layers)) == (model.config.vocab_size, model.config.num_hidden_layers)
