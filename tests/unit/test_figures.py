@@ -10,12 +10,15 @@ from matplotlib import rc_context, rcParams
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 
 from cbtriton.figures import (
+    KernelTiming,
     MemorySample,
     Point,
     memory_figure,
     operators_figure,
     padding_waste_figure,
     preparation_figure,
+    roofline_figure,
+    roofline_shares_figure,
     save,
     speed_ups_figure,
     step_sizes_figure,
@@ -51,7 +54,14 @@ def test_the_timeline_stacks_what_a_step_held_and_names_it() -> None:
 
 
 STEPS = [step(i, 5.0 + i, num_preempted=i % 2) for i in range(300)]
+TIMINGS = [
+    KernelTiming(f"decode B={n} L=4096 page=256", who, 100.0 + n, 10.0, 20.0 + n, 2.0 + n % 3)
+    for n in range(12)
+    for who in ("decode_attention/split_kv", "decode_attention/reference", "sdpa, in one piece")
+]
 PICTURES = {
+    "roofline": roofline_figure("bf16, 2 threads", TIMINGS, 22.8, 48.7),
+    "roofline_shares": roofline_shares_figure("bf16, 2 threads", TIMINGS),
     "memory": memory_figure([MemorySample(0.01 * n, n, 2**30 + 2**20 * n, 2**20 * n % 7, 2**24) for n in range(50)]),
     "operators": operators_figure({f"aten::{'long_name_' * (n % 7)}{n} (cpu)": 100.0 - n for n in range(30)}),
     "timeline": timeline_figure(STEPS),
@@ -94,20 +104,20 @@ def test_nothing_in_a_picture_overlaps_or_is_cut(name: str) -> None:
             assert not any(one.overlaps(other) for i, one in enumerate(spans) for other in spans[i + 1 :])
 
 
+def test_a_roofline_bends_where_both_limits_meet_and_leaves_out_what_computes_nothing() -> None:
+    idle = KernelTiming("kv_write T=8", "kv_write/vectorized", 10.0, 1.0, 0.0, 0.0)
+    (axes,) = roofline_figure("fp32, 1 thread", [TIMINGS[0], idle], gb_per_s=20.0, gflop_per_s=50.0).axes
+    roof, points = axes.lines
+    assert list(roof.get_xdata())[1] == 2.5
+    assert list(roof.get_ydata())[1:] == [50.0, 50.0]
+    assert (list(points.get_xdata()), list(points.get_ydata())) == ([2.0], [20.0])
+    (shares,) = roofline_shares_figure("fp32, 1 thread", [TIMINGS[0], idle]).axes
+    assert [list(line.get_xdata()) for line in shares.lines[:2]] == [[10.0], [10.0]]
+
+
 def test_every_axis_has_a_name_with_its_unit() -> None:
-    units = (
-        "tokens",
-        "requests",
-        "cache blocks",
-        "(s)",
-        "(ms",
-        "tokens/s",
-        "seconds",
-        "(%)",
-        "step",
-        "MiB",
-        "1: the same",
-    )
+    named = ("tokens", "requests", "cache blocks", "step", "operations per byte", "1: the same")
+    units = (*named, "(s)", "(ms", "tokens/s", "seconds", "(%", "MiB", "GFLOP/s")
     for figure in PICTURES.values():
         shared = [figure._supylabel.get_text()] if figure._supylabel else []  # type: ignore[attr-defined]
         labels = [label for axes in figure.axes for label in (axes.get_xlabel(), axes.get_ylabel()) if label] + shared
