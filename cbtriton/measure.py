@@ -72,7 +72,7 @@ class Measure:
         for number in range(self.warmup_runs + self.repeats):
             if number:
                 _forget_prefixes(manager)
-            repeats.append(_run_once(manager, workload, load, progress_bar=progress_bar))
+            repeats.append(run_once(manager, workload, load, progress_bar=progress_bar))
         if self.profiler is not None:
             _forget_prefixes(manager)
             files = self.profiler.record(
@@ -86,7 +86,18 @@ def _forget_prefixes(manager: Any) -> None:
         pass
 
 
-def _run_once(manager: Any, workload: Workload, load: LoadGenerator, *, progress_bar: bool) -> Repeat:
+def run_once(manager: Any, workload: Workload, load: LoadGenerator, *, progress_bar: bool = False) -> Repeat:
+    """Runs a workload once.
+
+    Args:
+        manager: A `ContinuousBatchingManager` that runs and has no requests.
+        workload: What to run.
+        load: When its requests are added.
+        progress_bar: Shows one.
+
+    Raises:
+        RuntimeError: If the engine ended before all requests had.
+    """
     before = manager.stats()
     started = time.perf_counter()
     result = load.run(manager, workload, progress_bar=progress_bar)

@@ -7,6 +7,7 @@ import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -138,10 +139,21 @@ def test_the_map_of_the_readme_names_every_module() -> None:
     assert modules <= listed
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "notebooks").glob("*.ipynb")), ids=lambda path: path.name)
-def test_notebooks_run_from_top_to_bottom(path: Path) -> None:
-    notebook: Any = nbformat.read(path, as_version=4)
-    NotebookClient(notebook, timeout=300, kernel_name="python3").execute()
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
+def test_notebooks_run_from_top_to_bottom(
+    path: Path, tmp_path: Path, copy_tree: Callable[[Path], dict[str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a copy of the tree: one of them writes a kernel into it."""
+    for name, value in copy_tree(tmp_path).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    files = {path: path.read_bytes() for path in tmp_path.rglob("*.*") if path.is_file()}
+    notebook: Any = nbformat.read(tmp_path / "notebooks" / path.name, as_version=4)
+    resources = {"metadata": {"path": str(tmp_path / "notebooks")}}
+    NotebookClient(notebook, timeout=300, kernel_name="python3", resources=resources).execute()
     code = [cell for cell in notebook.cells if cell.cell_type == "code"]
     assert all(cell.execution_count for cell in code)
     outputs = [output for cell in code for output in cell.outputs]
@@ -149,3 +161,16 @@ def test_notebooks_run_from_top_to_bottom(path: Path) -> None:
     # A figure that no backend draws is shown as a line of text.
     shown = [output.data for output in outputs if output.output_type in ("display_data", "execute_result")]
     assert not [data for data in shown if data.get("text/plain", "").startswith("<Figure") and "image/png" not in data]
+    assert {file: content for file, content in files.items() if not file.exists() or file.read_bytes() != content} == {}
+    left = {file for file in tmp_path.rglob("*.*") if file.is_file()} - set(files)
+    caches = {"__pycache__", ".pytest_cache"}
+    assert not [file for file in left if not caches & set(file.parts)], "a notebook leaves nothing in the checkout"
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
+def test_notebooks_are_short_listed_and_kept_without_outputs(path: Path) -> None:
+    notebook: Any = nbformat.read(path, as_version=4)
+    assert len(notebook.cells) < 40
+    assert f"`{path.stem}`" in (ROOT / "notebooks" / "README.md").read_text()
+    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    assert [cell for cell in code if cell.outputs or cell.execution_count] == []
