@@ -353,7 +353,8 @@ class ContinuousBatchingManager:
 
         Meanwhile the model is as it was before `start`. Requests, cache and order survive. Several threads may hold
         the pause; the last one to leave resumes. Weights that changed in place are picked up on resuming; cached
-        prefixes of the old ones are dropped, and so is what preempted requests have in host memory.
+        prefixes of the old ones are dropped, and so is what preempted requests have in host memory. Requests that run
+        keep the keys and values that the old weights computed: wait for them first, or cancel them, where that matters.
 
         Args:
             reset_prefix_cache: Drop both in any case. Needed when weights were changed through
