@@ -113,7 +113,8 @@ class PagedAttention:
         owners = [number for number, call in enumerate(calls) if call.owner == number]
         pages = {
             owner: (layer, self._groups[place.group])
-            for owner, layer, place in zip(owners, layers, places, strict=True)
+            # A model without attention has a placeholder that nobody calls.
+            for owner, layer, place in zip(owners, layers, places, strict=bool(calls))
         }
         self._layers = tuple(
             PagedLayer(layer.key, layer.value, call.owner == number, call.window, call.softcap, group)

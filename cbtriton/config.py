@@ -341,6 +341,7 @@ class ModelFacts:
         logits_dtype_bytes: Bytes of one logit.
         has_repeated_layers: Whether the model is a list of layers that can be compiled one by one.
         has_graphs: Whether steps can be captured on the device.
+        state_bytes_per_request: Bytes of the states of recurrent layers; 0 where there are none.
     """
 
     vocab_size: int
@@ -354,6 +355,7 @@ class ModelFacts:
     logits_dtype_bytes: int = 4
     has_repeated_layers: bool = False
     has_graphs: bool = False
+    state_bytes_per_request: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -434,6 +436,7 @@ class EngineConfig:
             never runs, so prompt and answer may have one token more in all.
         use_decode_path: Whether steps of one token per request take the decode path.
         share_blocks: Whether equal prefixes share blocks.
+        has_recurrent_state: Whether layers keep a state beside the pages: each request computes all of its tokens.
         async_depth: Steps that may be in flight while the next one is planned.
         varlen_compile: How steps of the varlen path are compiled; None: not at all.
         decode_compile: The same for the decode path.
@@ -467,6 +470,7 @@ class EngineConfig:
     max_model_len: int
     use_decode_path: bool
     share_blocks: bool
+    has_recurrent_state: bool
     async_depth: Literal[0, 1]
     varlen_compile: CompileSettings | None
     decode_compile: CompileSettings | None

@@ -26,6 +26,7 @@ from cbtriton.model_runner import InFlightStep, ModelRunner
 from cbtriton.padding import Bucket, PaddingPolicy
 from cbtriton.plan import BatchPlan, BlockTableUpdate, Path, RowStart, ScheduledRow
 from cbtriton.ranges import ranges_for
+from cbtriton.recurrent import RecurrentStates
 from cbtriton.request import GenerationOutput, Request, SamplingParams
 from cbtriton.request_table import RequestTable
 from cbtriton.scheduler import SCHEDULERS, Scheduler, SchedulerLimits
@@ -100,13 +101,23 @@ class Engine:
             adapter.vocab_size,
             adapter.device,
         )
+        self._recurrent = RecurrentStates(layout.recurrent)
         self._attention = PagedAttention(
             kernels, self._cache.layers, config.cache_layout.places, layout.calls, layout.modules
         )
         layers = adapter.repeated_layers(layout)
         self._graphs = GraphStore(capturer, config.captured_paths)
         self._runner = ModelRunner(
-            adapter, self._attention, kernels, self._cache, host_cache, table, config, layers, self._graphs
+            adapter,
+            self._attention,
+            self._recurrent,
+            kernels,
+            self._cache,
+            host_cache,
+            table,
+            config,
+            layers,
+            self._graphs,
         )
         self._range = ranges_for(adapter.device)
         self._is_warm = False
@@ -137,6 +148,7 @@ class Engine:
         """
         self._adapter.attach(self._attention.forward)
         self._attention.attach()
+        self._recurrent.attach()
         if self._adapter.weights_changed():
             self.reset_prefix_cache()
         if self._left_behind is not None and self._left_behind != self._adapter.belongings():
@@ -150,6 +162,7 @@ class Engine:
         self._runner.stop()
         if self.config.captured_paths and self._adapter.is_attached:
             self._left_behind = self._adapter.belongings()
+        self._recurrent.detach()
         self._attention.detach()
         self._adapter.detach()
 
@@ -375,6 +388,7 @@ class Engine:
             num_running=self._scheduler.num_running,
             num_waiting=self._scheduler.num_waiting,
             packed_weight_bytes=self._adapter.packed_bytes,
+            state_bytes=self._recurrent.num_bytes,
             compilations=self._runner.monitor.compilations,
             late_compilations=self._runner.monitor.late_compilations,
             compile_time=self._runner.monitor.compile_time,
@@ -442,10 +456,10 @@ class _Probe:
 
 
 def _self_check_plans(prompts: list[list[int]], blocks: BlockManager) -> Iterator[BatchPlan]:
-    """Plans that run each prompt, in row order: first chunks, then the rest, then the last tokens on the decode path.
+    """Plans that run each prompt, in row order: first chunks, then the next ones, then last tokens on the decode path.
 
-    The first prompt's second chunk has two tokens, so that it continues a cache beside rows that decode. The last
-    plan computes again what is there already.
+    The first prompt's second chunk has two tokens, so that it continues a cache beside rows that decode. Prompts of
+    less than three tokens run in one piece.
     """
     row_starts, table_updates = [], []
     for row, prompt in enumerate(prompts):
@@ -454,7 +468,8 @@ def _self_check_plans(prompts: list[list[int]], blocks: BlockManager) -> Iterato
         row_starts.append(RowStart(row, prompt, len(prompt), SamplingParams(), frozenset()))
         table_updates.append(BlockTableUpdate(row, blocks.extend(name, 0, len(prompt))))
     lengths = [len(prompt) for prompt in prompts]
-    splits = [length - (2 if row == 0 else 1) for row, length in enumerate(lengths)]
+    lasts = [length - 1 for length in lengths]
+    splits = [max(1, last - (2 if row == 0 else 1)) for row, last in enumerate(lasts)]
 
     def plan(path: Path, starts: list[int], ends: list[int], is_first: bool = False) -> BatchPlan:
         rows = tuple(
@@ -471,6 +486,9 @@ def _self_check_plans(prompts: list[list[int]], blocks: BlockManager) -> Iterato
             max_seq_len=max(ends),
         )
 
+    if min(lengths) < 3:
+        yield plan("varlen", [0] * len(prompts), lengths, is_first=True)
+        return
     yield plan("varlen", [0] * len(prompts), splits, is_first=True)
-    yield plan("varlen", splits, lengths)
-    yield plan("decode", [length - 1 for length in lengths], lengths)
+    yield plan("varlen", splits, lasts)
+    yield plan("decode", lasts, lengths)

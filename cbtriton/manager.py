@@ -169,6 +169,7 @@ class ContinuousBatchingManager:
             available_host_memory_bytes=available_memory_bytes(),
             has_repeated_layers=bool(self._adapter.repeated_layers(self._layout)),
             has_graphs=self._capturer is not None,
+            state_bytes_per_request=self._layout.recurrent.state_bytes,
         )
 
     # ------------------------------------------------------------------------------------------- life cycle
@@ -575,6 +576,10 @@ class ContinuousBatchingManager:
 
     def _submit_pin(self, prompt_ids: list[int], cache_salt: str | None) -> _Pin:
         config = self.engine_config
+        if config.has_recurrent_state:
+            raise ValueError(
+                "nothing can be pinned for a model with recurrent layers: each request computes its states"
+            )
         if not config.share_blocks:
             raise ValueError("nothing can be pinned with allow_block_sharing=False; set it to True")
         alignment = config.cache_layout.alignment

@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from threading import Lock
@@ -25,14 +25,20 @@ from cbtriton.attention import HARMLESS_ARGUMENTS, AttentionCall
 from cbtriton.cache_layout import CachedLayer
 from cbtriton.kv_cache import LayerGeometry
 from cbtriton.packed_linear import LinearGroup, PackedLinears, record_linear_groups
+from cbtriton.recurrent import MixerRecorder, RecurrentLayout
 
-SUPPORTED_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
+ATTENTION_LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "attention"})
+RECURRENT_LAYER_TYPES = frozenset({"linear_attention", "conv", "hybrid", "hybrid_sliding", "mamba"})
+# Layers of these types keep nothing of earlier tokens.
+_OTHER_LAYER_TYPES = frozenset({"moe", "mlp"})
 UNDERSTOOD_ARGUMENTS = frozenset({"scaling", "sliding_window", "softcap", "s_aux"}) | HARMLESS_ARGUMENTS
 # Must not contain "flash" nor begin with "paged|": transformers gives those names a meaning.
 _NAME_PREFIX = "cbtriton_"
 # The dry run only has to be long enough for shapes to be told apart.
 _DRY_RUN_TOKENS = 3
 _MORE_DRY_RUN_TOKENS = 16
+# What a model without attention keeps of its last token: pages count the tokens of all models.
+_PLACEHOLDER = LayerGeometry(num_kv_heads=1, key_dim=1, value_dim=1, dtype=torch.uint8)
 # Two adapters may be made at a time.
 _RESERVING = Lock()
 
@@ -46,16 +52,20 @@ class ModelLayout:
         geometries: Shape of the keys and values of each call that owns them, in call order.
         modules: The attention module of each call, in call order.
         activation_bytes_per_token: Bytes that each further token adds to what the pass held at a time.
+        recurrent: The recurrent layers.
     """
 
     calls: tuple[AttentionCall, ...]
     geometries: tuple[LayerGeometry, ...]
     modules: tuple[nn.Module, ...]
     activation_bytes_per_token: int
+    recurrent: RecurrentLayout
 
     @property
     def cached_layers(self) -> tuple[CachedLayer, ...]:
-        """What each of the calls that own keys and values keeps of a token."""
+        """What each of the calls that own keys and values keeps of a token; without any, a placeholder's."""
+        if not self.calls:
+            return tuple(geometry.cached_layer(window=1) for geometry in self.geometries)
         windows: dict[int, list[int]] = {}
         for call in self.calls:
             windows.setdefault(call.owner, []).append(call.window)
@@ -259,17 +269,18 @@ class ModelAdapter:
             UnsupportedModelError: The model does not route its attention through transformers' interface, or asks
                 for something that the kernels do not do.
         """
-        recorder = _Recorder()
+        recorder, mixers = _Recorder(), MixerRecorder()
         self._undo.append(_eval_mode(self.model))
         try:
             self._switch_attention(recorder.forward)
-            with record_linear_groups(self.model) as self._linear_groups:
+            with record_linear_groups(self.model) as self._linear_groups, mixers.watch(self.model):
                 self._dry_run(_DRY_RUN_TOKENS)
             recorder.stop()
             few, more = (self._dry_run(_DRY_RUN_TOKENS + number) for number in (0, _MORE_DRY_RUN_TOKENS))
         finally:
             self.detach()
-        if not recorder.calls:
+        recurrent = self._inspect_recurrent(mixers, recorder.modules)
+        if not recorder.calls and not recurrent.mixers:
             raise UnsupportedModelError(
                 f"{type(self.model).__name__} does not call transformers' attention interface, so its attention "
                 "cannot be paged; use model.generate for it"
@@ -277,10 +288,25 @@ class ModelAdapter:
         _check_windows(self.text_config, recorder.calls)
         return ModelLayout(
             tuple(recorder.calls),
-            tuple(recorder.geometries),
+            tuple(recorder.geometries) or (_PLACEHOLDER,),
             tuple(recorder.modules),
             activation_bytes_per_token=-(-max(0, more - few) // _MORE_DRY_RUN_TOKENS),
+            recurrent=recurrent,
         )
+
+    def _inspect_recurrent(self, recorder: MixerRecorder, attention_modules: Sequence[nn.Module]) -> RecurrentLayout:
+        restore = _eval_mode(self.model)
+        try:
+            layout = recorder.layout(self.model, attention_modules)
+        finally:
+            restore()
+        expected = RECURRENT_LAYER_TYPES & set(getattr(self.text_config, "layer_types", None) or ())
+        if expected and not layout.mixers:
+            raise UnsupportedModelError(
+                f"{type(self.model).__name__} has layers of type {', '.join(sorted(expected))}, but none that keeps "
+                "its state in a cache of transformers; use model.generate for it"
+            )
+        return layout
 
     def _dry_run(self, num_tokens: int) -> int:
         """Runs the model on so many tokens; returns the most bytes of tensors that it made and held at a time."""
@@ -445,11 +471,11 @@ def _refuse_unsupported_configs(model: Any) -> None:
     if getattr(model.config, "is_encoder_decoder", False):
         raise UnsupportedModelError(f"{name} is an encoder-decoder; only decoder-only models are supported")
     layer_types = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
-    unsupported = sorted(layer_types - SUPPORTED_LAYER_TYPES)
+    supported = ATTENTION_LAYER_TYPES | RECURRENT_LAYER_TYPES
+    unsupported = sorted(layer_types - supported - _OTHER_LAYER_TYPES)
     if unsupported:
         raise UnsupportedModelError(
-            f"{name} has layers of type {', '.join(unsupported)}; "
-            f"supported are {', '.join(sorted(SUPPORTED_LAYER_TYPES))}"
+            f"{name} has layers of type {', '.join(unsupported)}; supported are {', '.join(sorted(supported))}"
         )
 
 

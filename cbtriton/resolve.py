@@ -109,6 +109,9 @@ class _Budget:
             MemoryShare("logits", logits, f"{sampled} rows that sample, {facts.vocab_size} each"),
             MemoryShare("activations", activations, f"a step of {step_tokens} tokens"),
         ]
+        if facts.state_bytes_per_request:
+            states = requests * facts.state_bytes_per_request
+            shares.append(MemoryShare("states", states, f"recurrent layers of {requests} requests"))
         if self.is_captured:
             shares.append(MemoryShare("graphs", logits + activations, "the same once more"))
         return tuple(shares)
@@ -155,6 +158,7 @@ def resolve(
     config = ContinuousBatchingConfig.from_any(config)
     log = _Log()
     captured_paths = _captured_paths(config, facts, log)
+    has_recurrent_state = facts.state_bytes_per_request > 0
     layout = CacheLayout.of(facts.cached_layers, config.page_size)
     default_margin = _scheduler_margin(config, scheduler_types)
 
@@ -179,7 +183,8 @@ def resolve(
         max_decode_blocks=max_decode_blocks,
         max_model_len=max_model_len,
         use_decode_path=max_decode_blocks > 0,
-        share_blocks=config.allow_block_sharing,
+        share_blocks=_share_blocks(config, has_recurrent_state, log),
+        has_recurrent_state=has_recurrent_state,
         async_depth=_async_depth(config, captured_paths, log),
         varlen_compile=compiled["varlen"],
         decode_compile=compiled["decode"],
@@ -223,7 +228,37 @@ def available_memory_bytes(root: Path = Path("/")) -> int:
     return max(0, min(available))
 
 
+def _refuse_graphs(config: ContinuousBatchingConfig) -> None:
+    """Raises if steps of a model with recurrent layers should be compiled or captured.
+
+    Raises:
+        ValueError: They should.
+    """
+    asked = {
+        "default_compile_level": config.default_compile_level or None,
+        "varlen_compile_config": config.varlen_compile_config,
+        "decode_compile_config": config.decode_compile_config,
+        "use_cuda_graph": config.use_cuda_graph if any(config.cuda_graph_booleans) else None,
+    }
+    for name, value in asked.items():
+        if value is not None:
+            raise ValueError(
+                f"{name} must be left out for a model with recurrent layers, which are called for each sequence of a "
+                f"step: no graph is the same for two steps; got {value!r}"
+            )
+
+
+def _share_blocks(config: ContinuousBatchingConfig, has_recurrent_state: bool, log: _Log) -> bool:
+    if config.allow_block_sharing and has_recurrent_state:
+        why = "a cached prefix has no state of the recurrent layers"
+        return log.decide("allow_block_sharing", True, False, why)
+    return config.allow_block_sharing
+
+
 def _captured_paths(config: ContinuousBatchingConfig, facts: ModelFacts, log: _Log) -> tuple[_Path, ...]:
+    if facts.state_bytes_per_request:
+        _refuse_graphs(config)
+        return ()
     asked = config.use_cuda_graph
     if facts.has_graphs:
         if asked is None:
@@ -295,6 +330,8 @@ def _num_host_blocks(
     asked, threshold = config.cpu_offload_space, config.cpu_offload_space_safety_threshold
     if asked == 0:
         return 0
+    if facts.state_bytes_per_request:
+        return log.decide("cpu_offload_space", asked, 0, "states of recurrent layers are computed again")
     block_bytes = layout.block_bytes
     # Where device and host share their memory, the cache takes its part of it first.
     cache_bytes = num_blocks * block_bytes if facts.device_type in _SHARED_MEMORY_DEVICES else 0

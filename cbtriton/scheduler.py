@@ -112,18 +112,26 @@ class SchedulerLimits:
         max_requests: Requests that run at once, which is also the number of rows of the request table.
         safety_margin: Share of all blocks below which no new prefill starts, 0…1.
         max_decode_tokens: Longest context that the decode path takes; 0 turns it off.
+        can_fork: Whether a request can begin with what another one has computed of the same prompt.
     """
 
     max_batch_tokens: int
     max_requests: int
     safety_margin: float
     max_decode_tokens: int
+    can_fork: bool = True
 
     @classmethod
     def of(cls, config: EngineConfig) -> SchedulerLimits:
         """The budgets that an engine's configuration describes."""
         max_decode_tokens = config.max_decode_blocks * config.page_size
-        return cls(config.max_batch_tokens, config.max_requests, config.safety_margin, max_decode_tokens)
+        return cls(
+            config.max_batch_tokens,
+            config.max_requests,
+            config.safety_margin,
+            max_decode_tokens,
+            can_fork=not config.has_recurrent_state,
+        )
 
 
 @dataclass(slots=True)
@@ -452,6 +460,8 @@ class Scheduler:
 
     def _parent_to_fork(self, request: Request, draft: _Draft) -> Request | None:
         """The request's parent if its cache holds this request's prompt."""
+        if not self._limits.can_fork:
+            return None
         parent = self._running.get(request.parent_id) if request.parent_id is not None else None
         if parent is None or request.generated or not _has_computed_prompt(parent):
             return None

@@ -27,6 +27,7 @@ _STATES = frozenset(
         "weight_bytes",
         "packed_weight_bytes",
         "table_bytes",
+        "state_bytes",
         "graph_bytes",
     )
 )
@@ -113,7 +114,8 @@ class EngineStats:
     `host_processed_tokens` counts tokens for which functions of their callers ran on the host.
 
     `blocks_pinned` of the `blocks_in_use` hold pinned prefixes, whether requests use them or not. `table_bytes` are the
-    tokens, blocks and parameters of all requests; `bytes_by_purpose` has all that holds memory between two steps.
+    tokens, blocks and parameters of all requests, `state_bytes` the states of recurrent layers that are held;
+    `bytes_by_purpose` has all that holds memory between two steps.
     """
 
     steps: int = 0
@@ -158,6 +160,7 @@ class EngineStats:
     weight_bytes: int = 0
     packed_weight_bytes: int = 0
     table_bytes: int = 0
+    state_bytes: int = 0
     compilations: int = 0
     late_compilations: int = 0
     compile_time: float = 0.0
@@ -191,6 +194,7 @@ class EngineStats:
             "cache": self.cache_bytes,
             "host cache": self.host_cache_bytes,
             "tables": self.table_bytes,
+            "states": self.state_bytes,
             "graphs": self.graph_bytes,
         }
 

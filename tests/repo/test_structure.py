@@ -45,7 +45,9 @@ PLACES = {
     "simulator": Place("host", 5),
     **dict.fromkeys(("kernel_set", "forward_context", "kv_cache", "request_table"), Place("device", 3)),
     **dict.fromkeys(("logprobs", "ranges"), Place("device", 3)),
-    **dict.fromkeys(("attention", "step_inputs", "host_processing", "compile", "packed_linear"), Place("device", 4)),
+    **dict.fromkeys(
+        ("attention", "step_inputs", "host_processing", "compile", "packed_linear", "recurrent"), Place("device", 4)
+    ),
     **dict.fromkeys(("graphs", "model_adapter"), Place("device", 5)),
     "model_runner": Place("device", 6),
     **dict.fromkeys(("engine", "distributed", "router"), Place("top", 7)),

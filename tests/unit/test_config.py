@@ -318,6 +318,7 @@ def test_engine_config_describes_its_decisions_in_aligned_columns_and_as_json():
         max_model_len=64,
         use_decode_path=True,
         share_blocks=True,
+        has_recurrent_state=False,
         async_depth=0,
         varlen_compile=CompileSettings("inductor", None, True, True, {"a": print}),
         decode_compile=None,

@@ -1,0 +1,382 @@
+"""Recurrent layers of a model, and their states: one for each row of the request table, beside the pages.
+
+Such a layer (a gated delta net, Mamba, a short convolution, lightning attention) folds all earlier tokens into a state
+whose size does not grow. The layers stay transformers' own: while attached, one is called for each sequence of the
+packed step, with a cache of transformers that belongs to the request in that row; sequences with one token share a call
+where the layer can do that. A request begins with an empty state, so nothing of it can come out of the prefix cache.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from cbtriton.plan import ScheduledRow
+
+# What the argument with the cache is called, by layers and versions of transformers.
+_CACHE_ARGUMENTS = ("cache", "cache_params", "past_key_values", "past_key_value", "layer_past")
+# How far results may be apart that are the same but for rounding, relative to the largest number.
+_TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-6, torch.float16: 2e-2, torch.bfloat16: 8e-2}
+
+NewCache = Callable[[], Any]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RecurrentMixer:
+    """A recurrent layer, and what it was found to be able to do.
+
+    Attributes:
+        module: The layer.
+        layer_idx: Which layer of a cache is its own.
+        cache_argument: Name of the argument that takes the cache.
+        continues_in_chunks: Whether several tokens at once go on from a state. Mamba-1 of transformers forgets it.
+        batches: Whether several sequences with a state and one token each can share a call.
+    """
+
+    module: nn.Module
+    layer_idx: int
+    cache_argument: str
+    continues_in_chunks: bool
+    batches: bool
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RecurrentLayout:
+    """The recurrent layers of a model.
+
+    Attributes:
+        mixers: The layers, in the order in which they are called.
+        new_cache: Makes an empty cache, of the kind that the model itself makes.
+        state_bytes: Bytes of a request's states.
+    """
+
+    mixers: tuple[RecurrentMixer, ...] = ()
+    new_cache: NewCache = lambda: None
+    state_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Call:
+    """How a layer was called in a pass over one sequence."""
+
+    module: nn.Module
+    named: dict[str, Any]
+
+
+class MixerRecorder:
+    """Notes calls of layers that take a cache. Which of them are recurrent shows when the pass is over."""
+
+    def __init__(self) -> None:
+        self._calls: dict[nn.Module, _Call] = {}
+
+    @contextmanager
+    def watch(self, model: nn.Module) -> Iterator[None]:
+        """Watches the layers of a model."""
+        handles = [
+            module.register_forward_pre_hook(self._note, with_kwargs=True)
+            for module in model.modules()
+            if module is not model and _cache_argument(module) is not None
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _note(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._calls.setdefault(module, _Call(module, _by_name(module, args, kwargs)))
+
+    def layout(self, model: Any, attention_modules: Sequence[nn.Module]) -> RecurrentLayout:
+        """What was found, tried out on each layer.
+
+        Args:
+            model: The model, as it is without an engine.
+            attention_modules: What called transformers' attention interface.
+        """
+        candidates = [module for module in self._calls if not set(module.modules()) & set(attention_modules)]
+        # Of layers within layers the innermost one takes the cache for itself.
+        inner = [module for module in candidates if not (set(module.modules()) - {module}) & set(candidates)]
+        if not inner:
+            return RecurrentLayout()
+        new_cache = _cache_factory(model)
+        cache = new_cache()
+        mixers = [_tried_out(self._calls[module], cache, new_cache) for module in inner]
+        found = tuple(mixer for mixer in mixers if mixer is not None)
+        return RecurrentLayout(found, new_cache, sum(tensor.nbytes for tensor in _state_tensors(cache)))
+
+
+class RecurrentStates:
+    """The states of all running requests, and the calls of the layers that work on them.
+
+    Args:
+        layout: The layers.
+    """
+
+    def __init__(self, layout: RecurrentLayout) -> None:
+        self._layout = layout
+        self._caches: dict[int, Any] = {}
+        self._rows: tuple[ScheduledRow, ...] | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the states that are held."""
+        return self._layout.state_bytes * len(self._caches)
+
+    def attach(self) -> None:
+        """Puts the layers on the states of requests."""
+        for mixer in self._layout.mixers:
+            mixer.module.forward = partial(self._forward, mixer, mixer.module.forward)
+
+    def detach(self) -> None:
+        """Gives the layers back as they were; harmless when they are. States stay."""
+        for mixer in self._layout.mixers:
+            mixer.module.__dict__.pop("forward", None)
+
+    @contextmanager
+    def step(self, rows: Sequence[ScheduledRow]) -> Iterator[None]:
+        """The layers work on the states of these rows, whose tokens lie one after the other, padding behind them."""
+        if not self._layout.mixers:
+            yield
+            return
+        for row in rows:
+            if row.start == 0:
+                self._caches[row.row] = self._layout.new_cache()
+        self._rows = tuple(rows)
+        try:
+            yield
+        finally:
+            self._rows = None
+
+    def _forward(self, mixer: RecurrentMixer, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self._rows is None:
+            raise RuntimeError("a recurrent layer was called outside an engine step; detach the engine first")
+        call = _Sequences(mixer, forward, _by_name(mixer.module, args, kwargs))
+        single = [row for row in self._rows if row.count == 1 and row.start > 0] if mixer.batches else []
+        first, outputs = 0, _Outputs(call.num_tokens)
+        places: dict[ScheduledRow, int] = {}
+        for row in self._rows:
+            places[row] = first
+            if row not in single or len(single) == 1:
+                cache = self._caches[row.row]
+                for begin, end in _pieces(mixer, row, first):
+                    outputs.put(slice(begin, end), call.one(begin, end, cache))
+            first += row.count
+        if len(single) > 1:
+            index = [places[row] for row in single]
+            outputs.put_singles(index, call.several(index, [self._caches[row.row] for row in single]))
+        return outputs.whole()
+
+
+def _pieces(mixer: RecurrentMixer, row: ScheduledRow, first: int) -> list[tuple[int, int]]:
+    """The tokens of a row as the layer can take them."""
+    if row.start == 0 or mixer.continues_in_chunks:
+        return [(first, first + row.count)]
+    return [(token, token + 1) for token in range(first, first + row.count)]
+
+
+class _Sequences:
+    """A call of a layer, cut into sequences.
+
+    Args:
+        mixer: The layer.
+        forward: Its own function.
+        named: All arguments by name; tensors `[1, num_tokens, …]` are cut.
+    """
+
+    def __init__(self, mixer: RecurrentMixer, forward: Callable[..., Any], named: Mapping[str, Any]) -> None:
+        self._mixer = mixer
+        self._forward = forward
+        # A mask of the packed tokens would be one sequence's.
+        self._named = {name: None if name == "attention_mask" else value for name, value in named.items()}
+        self.num_tokens = _hidden_states(named).shape[1]
+
+    def one(self, begin: int, end: int, cache: Any) -> Any:
+        """The layer's result for one sequence, `[1, end - begin, …]`."""
+        return self._run(lambda tensor: tensor[:, begin:end], cache)
+
+    def several(self, index: Sequence[int], caches: Sequence[Any]) -> Any:
+        """The layer's result for the single tokens of several sequences, `[num_sequences, 1, …]`."""
+        stacked = _stack(caches, self._mixer.layer_idx)
+        tokens = torch.tensor(index, device=_hidden_states(self._named).device)
+        result = self._run(lambda tensor: tensor[0].index_select(0, tokens).unsqueeze(1), stacked)
+        _unstack(stacked, caches, self._mixer.layer_idx)
+        return result
+
+    def _run(self, cut: Callable[[Tensor], Tensor], cache: Any) -> Any:
+        def of_sequence(value: Any) -> Any:
+            is_packed = isinstance(value, Tensor) and value.dim() > 1 and value.shape[:2] == (1, self.num_tokens)
+            return cut(value) if is_packed else value
+
+        named = {name: tree_map(of_sequence, value) for name, value in self._named.items()}
+        return self._forward(**{**named, self._mixer.cache_argument: cache})
+
+
+class _Outputs:
+    """Puts a layer's results for all sequences together. What padding gets is zero."""
+
+    def __init__(self, num_tokens: int) -> None:
+        self._num_tokens = num_tokens
+        self._hidden: Tensor | None = None
+        self._rest: tuple[Any, ...] | None = None
+
+    def put(self, place: slice, result: Any) -> None:
+        """Of one sequence."""
+        hidden = self._take(result)
+        self._room(hidden)[:, place] = hidden
+
+    def put_singles(self, index: Sequence[int], result: Any) -> None:
+        """Of sequences with one token each."""
+        hidden = self._take(result)
+        self._room(hidden)[0, list(index)] = hidden[:, 0]
+
+    def whole(self) -> Any:
+        """As the layer would have returned it."""
+        assert self._hidden is not None
+        return self._hidden if self._rest is None else (self._hidden, *self._rest)
+
+    def _take(self, result: Any) -> Tensor:
+        if isinstance(result, Tensor):
+            return result
+        self._rest = (None,) * (len(result) - 1)
+        return result[0]
+
+    def _room(self, hidden: Tensor) -> Tensor:
+        if self._hidden is None:
+            self._hidden = hidden.new_zeros(1, self._num_tokens, *hidden.shape[2:])
+        return self._hidden
+
+
+def _cache_argument(module: nn.Module) -> str | None:
+    names = inspect.signature(module.forward).parameters
+    return next((name for name in _CACHE_ARGUMENTS if name in names), None)
+
+
+def _by_name(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    # Of the class: while the engine is attached, the module's own takes anything.
+    names = list(inspect.signature(type(module).forward).parameters)[1:]
+    return {**dict(zip(names, args, strict=False)), **kwargs}
+
+
+def _hidden_states(named: Mapping[str, Any]) -> Tensor:
+    """The first argument that has numbers for each token."""
+    return next(
+        value
+        for value in named.values()
+        if isinstance(value, Tensor) and value.is_floating_point() and value.dim() == 3 and value.shape[0] == 1
+    )
+
+
+def _cache_factory(model: Any) -> NewCache:
+    """How to make a cache of the kind that the model makes for itself."""
+    output = model(input_ids=torch.zeros((1, 1), dtype=torch.int64, device=model.device), use_cache=True)
+    made = next(cache for name in _CACHE_ARGUMENTS if (cache := getattr(output, name, None)) is not None)
+    kind = type(made)
+    if "config" in inspect.signature(kind.__init__).parameters:
+        return lambda: kind(config=model.config)
+    return kind
+
+
+def _tried_out(call: _Call, cache: Any, new_cache: NewCache) -> RecurrentMixer | None:
+    """What a layer can do, seen on random numbers; None if it keeps keys and values, and so is no recurrent layer.
+
+    Args:
+        call: How the layer was called.
+        cache: Takes the states that the layer makes.
+        new_cache: Makes others.
+    """
+    argument, index = _cache_argument(call.module), getattr(call.module, "layer_idx", None)
+    if argument is None or not isinstance(index, int):
+        return None
+    hidden = _hidden_states(call.named)
+    noise = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(0)).to(hidden)
+    named = {name: noise if value is hidden else value for name, value in call.named.items()}
+    mixer = RecurrentMixer(call.module, index, argument, continues_in_chunks=True, batches=True)
+    sequences = _Sequences(mixer, call.module.forward, named)
+    last = sequences.num_tokens
+    whole = _tensor(sequences.one(0, last, cache))
+    layers = getattr(cache, "layers", ())
+    if index < len(layers) and getattr(layers[index], "keys", None) is not None:
+        return None
+
+    def same(one: Tensor, other: Tensor) -> bool:
+        allowed = _TOLERANCE.get(whole.dtype, 8e-2) * whole.abs().max()
+        return bool((one - other).abs().max() <= allowed)
+
+    other = new_cache()
+    pieces = [sequences.one(0, 1, other), sequences.one(1, last, other)]
+    continues = same(torch.cat([_tensor(piece) for piece in pieces], dim=1), whole)
+    return replace(mixer, continues_in_chunks=continues, batches=_batches(sequences, new_cache, last, same))
+
+
+def _batches(sequences: _Sequences, new_cache: NewCache, last: int, same: Callable[[Tensor, Tensor], bool]) -> bool:
+    """Whether a call for two sequences with different states gives what two calls give, twice in a row."""
+    alone, together = [new_cache(), new_cache()], [new_cache(), new_cache()]
+    for caches in (alone, together):
+        for begin, cache in enumerate(caches):
+            sequences.one(begin, last, cache)
+    try:
+        for index in ([0, 1], [1, 0]):
+            expected = [_tensor(sequences.one(i, i + 1, cache)) for i, cache in zip(index, alone, strict=True)]
+            if not same(_tensor(sequences.several(index, together)), torch.cat(expected)):
+                return False
+    except Exception:  # Whatever it is: then each sequence has a call of its own.
+        return False
+    return True
+
+
+def _tensor(result: Any) -> Tensor:
+    return result if isinstance(result, Tensor) else result[0]
+
+
+def _stack(caches: Sequence[Any], layer_idx: int) -> Any:
+    """A cache whose layer has the states of all of `caches`."""
+    stacked = copy.copy(caches[0])
+    stacked.layers = list(stacked.layers)
+    stacked.layers[layer_idx] = layer = copy.copy(stacked.layers[layer_idx])
+    others = [vars(cache.layers[layer_idx]) for cache in caches]
+    for name, value in vars(layer).items():
+        if isinstance(value, Tensor):
+            setattr(layer, name, torch.cat([other[name] for other in others]))
+        elif isinstance(value, dict):
+            joined = {
+                key: torch.cat([other[name][key] for other in others]) if isinstance(state, Tensor) else state
+                for key, state in value.items()
+            }
+            setattr(layer, name, joined)
+    return stacked
+
+
+def _unstack(stacked: Any, caches: Sequence[Any], layer_idx: int) -> None:
+    """Copies the states of each sequence to its own cache, in place."""
+    for name, value in vars(stacked.layers[layer_idx]).items():
+        for number, cache in enumerate(caches):
+            own = vars(cache.layers[layer_idx])[name]
+            if isinstance(value, Tensor):
+                own.copy_(value[number : number + 1])
+            elif isinstance(value, dict):
+                for key, state in value.items():
+                    if isinstance(state, Tensor):
+                        own[key].copy_(state[number : number + 1])
+
+
+def _state_tensors(cache: Any) -> Iterator[Tensor]:
+    """All tensors of a cache that no layer of attention has filled."""
+    layers = [vars(layer) for layer in getattr(cache, "layers", ())]
+    pending: list[Any] = [*layers, {k: v for k, v in vars(cache).items() if k != "layers"}]
+    while pending:
+        value = pending.pop()
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, dict):
+            pending += value.values()
+        elif isinstance(value, list | tuple):
+            pending += value

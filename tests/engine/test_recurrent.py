@@ -1,0 +1,218 @@
+"""Recurrent layers: states of requests are never mixed up, lost or left over, whatever happens to their requests."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig
+
+import cbtriton
+from cbtriton.config import KernelConfig
+from cbtriton.model_adapter import UnsupportedModelError
+from cbtriton.recurrent import RecurrentLayout, RecurrentStates
+
+DELTA_NET = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+}
+MAMBA_2 = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 1, "mamba_d_state": 16}
+EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+}
+# One for each way in which a layer goes on from a state: gated delta nets, Mamba-2, Mamba-1 (one token at a time),
+# short convolutions, lightning attention (never batched), a layer with both, and a model without attention.
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen3_next": {"head_dim": 16, "layer_types": ["linear_attention", "full_attention"] * 2, **DELTA_NET, **EXPERTS},
+    "bamba": {"attn_layer_indices": [1, 3], "mamba_expand": 2, **MAMBA_2},
+    "jamba": {
+        "attn_layer_period": 2,
+        "attn_layer_offset": 1,
+        "expert_layer_period": 2,
+        "expert_layer_offset": 1,
+        "num_experts": 2,
+        "mamba_d_state": 8,
+    },
+    "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
+    "minimax": {"layer_types": ["linear_attention", "full_attention"] * 2, "head_dim": 16, "num_local_experts": 2},
+    "falcon_h1": {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 1, "mamba_d_state": 16},
+    "mamba2": {"num_heads": 8, "head_dim": 16, "n_groups": 1, "state_size": 16, "expand": 2},
+}
+ONE_AT_A_TIME, NEVER_BATCHED = {"jamba"}, {"minimax"}
+PROMPTS = [[5, 9, 3, 7, 11, 2, 4] * n for n in (1, 3, 2, 4)] + [[4], [8, 8, 1]]
+LENGTH = 14
+REFERENCE = KernelConfig(default="reference")
+
+
+class Family:
+    """A model with recurrent layers, and what it answers alone."""
+
+    def __init__(self, tools: Any, name: str) -> None:
+        self.name = name
+        base = {
+            "hidden_size": 64,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "vocab_size": 128,
+            "intermediate_size": 96,
+            "max_position_embeddings": 512,
+            "initializer_range": 0.3,
+        }
+        self.model = tools.build(AutoConfig.for_model(name, **{**base, **FAMILIES[name]}))
+        self.answers = [tools.plain_greedy(self.model, prompt, LENGTH) for prompt in PROMPTS]
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(request, tools) -> Family:
+    return Family(tools, request.param)
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["synchronous", "asynchronous"])
+def test_requests_answer_as_alone_while_prompts_come_in_chunks_and_requests_are_preempted(
+    tools, family: Family, is_async: bool
+) -> None:
+    # Sixteen tokens a step cut prompts; so few blocks cannot hold all of them to their ends.
+    options = {"page_size": 4, "num_blocks": 13, "max_batch_tokens": 16, "use_async_batching": is_async}
+    with tools.running(family.model, kernels=REFERENCE, safety_margin=0.0, **options) as manager:
+        ids = manager.add_requests(PROMPTS, max_new_tokens=LENGTH)
+        assert [manager.get_result(each).generated_tokens for each in ids] == family.answers
+        stats = manager.stats()
+    has_pages = family.name != "mamba2"
+    assert (stats.preemptions > 0) == has_pages, "a model without attention keeps the pages of its last token only"
+    assert stats.prefix_cached_tokens == stats.prefix_queried_tokens == 0
+    assert stats.bytes_by_purpose["states"] > 0
+
+
+def test_layers_are_asked_for_no_more_than_they_can_do(tools, family: Family) -> None:
+    manager = cbtriton.ContinuousBatchingManager(family.model, tools.options(), tools.small(), None, REFERENCE)
+    mixers = manager._layout.recurrent.mixers
+    assert len(mixers) == (4 if family.name in ("falcon_h1", "mamba2") else 2)
+    assert all(mixer.continues_in_chunks == (family.name not in ONE_AT_A_TIME) for mixer in mixers)
+    assert all(mixer.batches == (family.name not in NEVER_BATCHED) for mixer in mixers)
+    manager.destroy()
+    assert not [module for module in family.model.modules() if "forward" in vars(module)]
+
+
+def test_several_sequences_of_one_prompt_compute_it_each(tools, family: Family) -> None:
+    options = tools.options(num_return_sequences=3, do_sample=True, temperature=1e-6)
+    with tools.running(family.model, options, kernels=REFERENCE, page_size=4, max_batch_tokens=16) as manager:
+        parents = manager.add_requests(PROMPTS[:3], max_new_tokens=LENGTH)
+        names = {
+            name: answer
+            for parent, answer in zip(parents, family.answers, strict=False)
+            for name in (parent, f"{parent}__child#0", f"{parent}__child#1")
+        }
+        assert {name: manager.get_result(name).generated_tokens for name in names} == names
+        assert manager.stats().forks == 0
+
+
+@pytest.fixture(scope="module")
+def delta_net(tools) -> Family:
+    return Family(tools, "qwen3_next")
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_requests_that_come_and_are_cancelled_disturb_nobody(tools, delta_net: Family, seed: int) -> None:
+    chance = random.Random(seed)
+    options = {
+        "page_size": 4,
+        "num_blocks": chance.choice([20, 28, 64]),
+        "max_batch_tokens": chance.choice([6, 16, 64]),
+        "max_requests_per_batch": chance.choice([2, 4, 8]),
+        "scheduler_type": chance.choice(["fifo", "prefill_first"]),
+        "use_async_batching": seed % 2 == 0,
+    }
+    with tools.running(delta_net.model, kernels=REFERENCE, safety_margin=0.0, **options) as manager:
+        planned = [(place, chance.randint(1, LENGTH)) for place in chance.choices(range(len(PROMPTS)), k=24)]
+        added, cancelled = {}, set()
+        for place, length in planned:
+            name = manager.add_request(PROMPTS[place], max_new_tokens=length)
+            added[name] = delta_net.answers[place][:length]
+            if chance.random() < 0.3:
+                cancelled.add(victim := chance.choice(list(added)))
+                manager.cancel_request(victim)
+        outputs = {name: manager.get_result(name) for name in added}
+    for name, expected in added.items():
+        tokens = outputs[name].generated_tokens
+        assert tokens == (expected[: len(tokens)] if name in cancelled else expected)
+    assert any(len(outputs[name].generated_tokens) == len(added[name]) for name in added)
+
+
+def test_new_weights_in_a_pause_and_a_second_session_begin_with_empty_states(tools) -> None:
+    family = Family(tools, "lfm2")
+    with tools.running(family.model, kernels=REFERENCE, page_size=4) as manager:
+        (name,) = manager.add_requests(PROMPTS[:1], max_new_tokens=LENGTH)
+        assert manager.get_result(name).generated_tokens == family.answers[0]
+        with manager.pause(), torch.no_grad():
+            family.model.get_input_embeddings().weight.mul_(-1)
+            expected = tools.plain_greedy(family.model, PROMPTS[1], LENGTH)
+        (name,) = manager.add_requests(PROMPTS[1:2], max_new_tokens=LENGTH)
+        assert manager.get_result(name).generated_tokens == expected
+
+
+def test_what_recurrent_layers_cannot_have_is_refused_or_explained(tools, delta_net: Family) -> None:
+    def made(**settings: Any) -> cbtriton.ContinuousBatchingManager:
+        config = tools.small(**settings)
+        return cbtriton.ContinuousBatchingManager(delta_net.model, tools.options(), config, None, REFERENCE)
+
+    for settings in (
+        {"default_compile_level": 1},
+        {"use_cuda_graph": True},
+        {"decode_compile_config": {"dynamic": True}},
+    ):
+        (name,) = settings
+        with pytest.raises(ValueError, match=f"{name} must be left out for a model with recurrent layers"):
+            made(**settings)
+    config = made(cpu_offload_space=1.0).engine_config
+    assert not config.share_blocks
+    assert config.num_host_blocks == 0
+    reasons = {decision.field: decision.why for decision in config.decisions}
+    assert "state" in reasons["allow_block_sharing"]
+    assert "state" in reasons["cpu_offload_space"]
+    (states,) = (share for share in config.memory_budget if share.purpose == "states")
+    assert states.num_bytes == config.max_requests * delta_net_bytes(delta_net)
+    with (
+        tools.running(delta_net.model, kernels=REFERENCE) as manager,
+        pytest.raises(ValueError, match="recurrent layers"),
+    ):
+        manager.pin_prefix(PROMPTS[1])
+
+
+def delta_net_bytes(family: Family) -> int:
+    """Two layers: a state for each value head, and what the convolution sees of queries, keys and values."""
+    config = family.model.config
+    channels = 2 * 2 * 16 + 4 * 16
+    return 2 * 4 * (4 * 16 * 16 + channels * config.linear_conv_kernel_dim)
+
+
+def test_layers_whose_state_nobody_can_keep_are_refused_by_name(tools) -> None:
+    family = Family(tools, "lfm2")
+    for module in family.model.modules():
+        if type(module).__name__ == "Lfm2ShortConv":
+            del module.layer_idx
+            module.forward = lambda hidden_states, **_: hidden_states
+    with pytest.raises(UnsupportedModelError, match="layers of type conv, but none that keeps its state in a cache"):
+        cbtriton.ContinuousBatchingManager(family.model, tools.options(), tools.small(), None, REFERENCE)
+
+
+def test_a_layer_outside_a_step_says_so(tools) -> None:
+    family = Family(tools, "lfm2")
+    manager = cbtriton.ContinuousBatchingManager(family.model, tools.options(), tools.small(), None, REFERENCE)
+    states = RecurrentStates(manager._layout.recurrent)
+    states.attach()
+    try:
+        mixer = manager._layout.recurrent.mixers[0].module
+        with pytest.raises(RuntimeError, match="outside an engine step"):
+            mixer(torch.zeros(1, 2, 64))
+    finally:
+        states.detach()
+        manager.destroy()
+    assert RecurrentStates(RecurrentLayout()).num_bytes == 0
