@@ -409,7 +409,9 @@ class Engine:
     def _plain_probes(self) -> list[_Probe]:
         """Two short prompts, or one where the cache is too small, with the logits of the unattached model."""
         config, num_embeddings = self.config, self._adapter.num_embeddings
-        prompts = [[token % num_embeddings for token in ids] for ids in ((1, 5, 3, 2), (4, 2, 6, 1, 3))]
+        # The token for padding has no position in some models.
+        usable = [token for token in range(1, 9) if token != self._adapter.pad_token_id]
+        prompts = [[usable[place] % num_embeddings for place in places] for places in ((0, 4, 2, 1), (3, 1, 5, 0, 2))]
         num_blocks = sum(config.cache_layout.peak_blocks(len(prompt), len(prompt)) for prompt in prompts)
         if num_blocks > config.num_blocks or config.max_requests < 2:
             prompts = [prompts[0][: config.max_model_len]]

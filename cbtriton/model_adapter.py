@@ -25,6 +25,7 @@ from cbtriton.attention import HARMLESS_ARGUMENTS, AttentionCall
 from cbtriton.cache_layout import CachedLayer
 from cbtriton.kv_cache import LayerGeometry
 from cbtriton.packed_linear import LinearGroup, PackedLinears, record_linear_groups
+from cbtriton.positions import PositionEmbeddings, position_offset
 from cbtriton.recurrent import MixerRecorder, RecurrentLayout
 
 ATTENTION_LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "attention"})
@@ -146,6 +147,8 @@ class ModelAdapter:
         parameters = inspect.signature(model.forward).parameters
         self._takes_position_ids = "position_ids" in parameters
         self._takes_logits_to_keep = "logits_to_keep" in parameters
+        self._position_offset = 0
+        self._position_embeddings = PositionEmbeddings(model)
         _refuse_unsupported_configs(model)
 
     # ---------------------------------------------------------------------------------------------- facts
@@ -164,7 +167,13 @@ class ModelAdapter:
     @property
     def max_positions(self) -> int | None:
         """Longest sequence that the model's positions allow, if it says so."""
-        return getattr(self.text_config, "max_position_embeddings", None)
+        number = getattr(self.text_config, "max_position_embeddings", None)
+        return number if number is None else number - self._position_offset
+
+    @property
+    def pad_token_id(self) -> int | None:
+        """The token for padding, if the model has one."""
+        return getattr(self.text_config, "pad_token_id", None)
 
     @property
     def is_attached(self) -> bool:
@@ -189,6 +198,8 @@ class ModelAdapter:
         try:
             self._switch_attention(attention)
             self._undo.append(_eval_mode(self.model))
+            self._position_embeddings.attach()
+            self._undo.append(self._position_embeddings.detach)
             if self.device.type == "cpu":
                 if self._packed is None:
                     self._packed = PackedLinears(self.model, memory_limit_bytes=self._limit, groups=self._linear_groups)
@@ -245,11 +256,12 @@ class ModelAdapter:
         """
         arguments: dict[str, Any] = {"input_ids": input_ids.unsqueeze(0), "use_cache": False}
         if self._takes_position_ids:
-            arguments["position_ids"] = position_ids.unsqueeze(0)
-        if self._takes_logits_to_keep:
-            # Only these rows reach the head: logits of a whole prefill would dwarf everything else.
-            return self.model(**arguments, logits_to_keep=logit_indices).logits[0]
-        return self.model(**arguments).logits[0].index_select(0, logit_indices)
+            arguments["position_ids"] = position_ids.unsqueeze(0) + self._position_offset
+        with self._position_embeddings.at(position_ids):
+            if self._takes_logits_to_keep:
+                # Only these rows reach the head: logits of a whole prefill would dwarf everything else.
+                return self.model(**arguments, logits_to_keep=logit_indices).logits[0]
+            return self.model(**arguments).logits[0].index_select(0, logit_indices)
 
     @torch.no_grad()
     def plain_logits(self, token_ids: list[int]) -> Tensor:
@@ -276,6 +288,8 @@ class ModelAdapter:
             with record_linear_groups(self.model) as self._linear_groups, mixers.watch(self.model):
                 self._dry_run(_DRY_RUN_TOKENS)
             recorder.stop()
+            if self._takes_position_ids:
+                self._position_offset = position_offset(self.model)
             few, more = (self._dry_run(_DRY_RUN_TOKENS + number) for number in (0, _MORE_DRY_RUN_TOKENS))
         finally:
             self.detach()

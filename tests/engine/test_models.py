@@ -20,7 +20,9 @@ from transformers import (
     LlavaConfig,
     LlavaForConditionalGeneration,
     MistralConfig,
+    PegasusConfig,
     Qwen2Config,
+    RobertaConfig,
     SiglipVisionConfig,
 )
 
@@ -38,6 +40,20 @@ SIZES = {
     "max_position_embeddings": 256,
     "initializer_range": 0.3,
 }
+ENCODER = {key: value for key, value in SIZES.items() if key != "num_key_value_heads"}
+# The decoders of translation models, alone.
+DECODER = {
+    "d_model": 64,
+    "decoder_layers": 2,
+    "decoder_attention_heads": 4,
+    "decoder_ffn_dim": 128,
+    "vocab_size": 128,
+    "max_position_embeddings": 256,
+    "init_std": 0.3,
+    "is_decoder": True,
+    "is_encoder_decoder": False,
+    "forced_eos_token_id": None,
+}
 CONFIGS = {
     "mistral_window": MistralConfig(**SIZES, sliding_window=8, head_dim=24),
     "qwen2_bias": Qwen2Config(**SIZES),
@@ -51,6 +67,8 @@ CONFIGS = {
         **SIZES, head_dim=16, sliding_window=8, num_local_experts=2, num_experts_per_tok=1, rope_parameters=None
     ),
     "llama_multi_query": None,
+    "bart_positions_of_a_cache": BartConfig(**DECODER),
+    "pegasus_positions_of_a_cache": PegasusConfig(**DECODER),
 }
 
 
@@ -65,6 +83,26 @@ def test_the_architecture_answers_like_plain_generate(variant, tools, config):
     prompts = [tools.prompt(length) for length in (1, 7, 9, 33)]
     outputs = variant.generate_batch(prompts * 2, tools.options(), tools.small(**config), max_new_tokens=20)
     assert tools.tokens(outputs) == [tools.plain_greedy(variant, prompt, 20) for prompt in prompts] * 2
+
+
+def test_positions_that_begin_behind_the_token_for_padding_are_those_of_the_plain_model(tools):
+    """Not those of `generate`, which gives such a model positions from 0, where it was trained on others."""
+    config = RobertaConfig(**ENCODER, is_decoder=True, pad_token_id=1, type_vocab_size=1)
+    model = cbtriton.enable(tools.build(config))
+    prompts, answers = [tools.prompt(length) for length in (5, 9, 33)], []
+    prompts = [[token if token != 1 else 2 for token in prompt] for prompt in prompts]
+    for prompt in prompts:
+        tokens = list(prompt)
+        with torch.no_grad():
+            for _ in range(16):
+                tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
+        answers.append(tokens[len(prompt) :])
+    assert not any(1 in answer for answer in answers), "a token for padding has no position in the plain model"
+    manager = model.init_continuous_batching(tools.options(), tools.small(max_batch_tokens=7, page_size=4))
+    # Two of the 256 positions are those of tokens for padding.
+    assert manager.model_facts.max_position_embeddings == 254
+    outputs = model.generate_batch(prompts, tools.options(), tools.small(max_batch_tokens=7), max_new_tokens=16)
+    assert tools.tokens(outputs) == answers
 
 
 VISION = {

@@ -46,7 +46,8 @@ PLACES = {
     **dict.fromkeys(("kernel_set", "forward_context", "kv_cache", "request_table"), Place("device", 3)),
     **dict.fromkeys(("logprobs", "ranges"), Place("device", 3)),
     **dict.fromkeys(
-        ("attention", "step_inputs", "host_processing", "compile", "packed_linear", "recurrent"), Place("device", 4)
+        ("attention", "step_inputs", "host_processing", "compile", "packed_linear", "recurrent", "positions"),
+        Place("device", 4),
     ),
     **dict.fromkeys(("graphs", "model_adapter"), Place("device", 5)),
     "model_runner": Place("device", 6),

@@ -1,0 +1,96 @@
+"""Positions of packed tokens in models that do not simply take them.
+
+Some models count positions from behind their padding token. Others look them up by the length of a cache, which there
+is none of: their position embeddings are told the positions directly.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+# What such an embedding calls the length of the cache, by version of transformers.
+_LENGTH_ARGUMENTS = {"cache_length", "past_key_values_length"}
+_NUM_TOKENS = 3
+
+
+class PositionEmbeddings:
+    """Tells a model's position embeddings where the tokens of a step stand.
+
+    Args:
+        model: The model. Nothing is done if it takes positions itself.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        takes_positions = "position_ids" in inspect.signature(model.forward).parameters
+        self._modules = () if takes_positions else tuple(filter(_takes_positions_or_length, model.modules()))
+        self._positions: Tensor | None = None
+
+    def attach(self) -> None:
+        """Puts the embeddings on the positions of steps."""
+        for module in self._modules:
+            module.forward = partial(self._forward, module.forward)
+
+    def detach(self) -> None:
+        """Gives the embeddings back as they were; harmless when they are."""
+        for module in self._modules:
+            module.__dict__.pop("forward", None)
+
+    @contextmanager
+    def at(self, positions: Tensor) -> Iterator[None]:
+        """Tokens stand at these positions, `[num_tokens]` int64."""
+        self._positions = positions
+        yield
+        self._positions = None
+
+    def _forward(self, forward: Callable[..., Tensor], *args: Any, position_ids: None = None, **kwargs: Any) -> Tensor:
+        return forward(*args, position_ids=self._positions, **kwargs)
+
+
+def _takes_positions_or_length(module: nn.Module) -> bool:
+    names = set(inspect.signature(module.forward).parameters)
+    return isinstance(module, nn.Embedding) and "position_ids" in names and bool(names & _LENGTH_ARGUMENTS)
+
+
+def position_offset(model: Any) -> int:
+    """What the model adds to positions 0, 1, 2, … when it counts them itself, and not when they are given.
+
+    Models after RoBERTa begin behind their padding token.
+    """
+    device = model.device
+    tables = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    # Any token but the one for padding, which has no position.
+    token = next(token for token in (3, 4) if token != getattr(model.config, "pad_token_id", None))
+    input_ids = torch.full((1, _NUM_TOKENS), token, device=device)
+    positions = torch.arange(_NUM_TOKENS, device=device)
+    given = _lookups(tables, lambda: model(input_ids=input_ids, position_ids=positions[None], use_cache=False))
+    counted = _lookups(tables, lambda: model(input_ids=input_ids, use_cache=False))
+    for module in tables:
+        if module in given and torch.equal(given[module], positions) and module in counted:
+            differences = (counted[module] - positions).unique().tolist()
+            if len(differences) == 1:
+                return differences[0]
+    return 0
+
+
+def _lookups(tables: Sequence[nn.Module], run: Callable[[], object]) -> dict[nn.Module, Tensor]:
+    """What one run looks up in each table, for one token after the other."""
+    seen: dict[nn.Module, Tensor] = {}
+
+    def note(module: nn.Module, args: tuple[Any, ...]) -> None:
+        if args and isinstance(args[0], Tensor) and args[0].numel() == _NUM_TOKENS:
+            seen[module] = args[0].flatten()
+
+    handles = [table.register_forward_pre_hook(note) for table in tables]
+    try:
+        run()
+    finally:
+        for handle in handles:
+            handle.remove()
+    return seen
