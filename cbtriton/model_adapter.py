@@ -134,7 +134,9 @@ class ModelAdapter:
         self._undo: list[Callable[[], None]] = []
         self._weights_seen: tuple[tuple[int, int], ...] = ()
         parameters = inspect.signature(model.forward).parameters
-        self._takes_position_ids = "position_ids" in parameters
+        # Models that pass on what they do not know may have a part that takes it.
+        passes_on = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
+        self._takes_position_ids = passes_on or "position_ids" in parameters
         self._takes_logits_to_keep = "logits_to_keep" in parameters
         _refuse_unsupported_configs(model)
 

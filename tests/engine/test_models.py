@@ -23,6 +23,7 @@ from transformers import (
     Qwen2Config,
     Qwen3NextConfig,
     SiglipVisionConfig,
+    WhisperConfig,
 )
 
 import cbtriton
@@ -115,6 +116,27 @@ def test_the_text_part_of_a_model_that_takes_images_answers_text(tools, name):
     expected = [tools.plain_greedy(model, prompt, 12) for prompt in prompts]
     outputs = model.generate_batch(prompts, tools.options(), tools.small(page_size=4), max_new_tokens=12)
     assert tools.tokens(outputs) == expected
+
+
+def test_positions_reach_a_part_of_the_model_that_alone_takes_them(tools):
+    config = WhisperConfig(
+        d_model=64,
+        decoder_layers=2,
+        decoder_attention_heads=4,
+        decoder_ffn_dim=128,
+        vocab_size=128,
+        max_target_positions=64,
+        init_std=0.3,
+        pad_token_id=0,
+    )
+    model = cbtriton.enable(tools.build(config))
+    prompts = [tools.prompt(length) for length in (1, 7, 9, 33)]
+    outputs = model.generate_batch(prompts, tools.options(), tools.small(page_size=4), max_new_tokens=12)
+    for prompt, output in zip(prompts, outputs.values(), strict=True):
+        # `generate` fails for this decoder where it stands alone.
+        likeliest = tools.dense_logprobs(model, prompt, output.generated_tokens).argmax(-1)
+        assert output.generated_tokens == likeliest.tolist()
+        assert len(set(output.generated_tokens)) > 2
 
 
 def test_a_bfloat16_model_stays_near_its_dense_log_probabilities(tools):
