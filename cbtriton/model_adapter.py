@@ -10,7 +10,8 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
 from threading import Lock
@@ -265,7 +266,7 @@ class ModelAdapter:
         self._undo.append(_eval_mode(self.model))
         try:
             self._switch_attention(recorder.forward)
-            with record_linear_groups(self.model) as self._linear_groups:
+            with record_linear_groups(self.model) as self._linear_groups, _refusing(self.model):
                 self._dry_run(_DRY_RUN_TOKENS)
             recorder.stop()
             few, more = (self._dry_run(_DRY_RUN_TOKENS + number) for number in (0, _MORE_DRY_RUN_TOKENS))
@@ -415,6 +416,20 @@ class _Recorder:
             if key is other_key and value is other_value:
                 return number
         return len(self.calls)
+
+
+@contextmanager
+def _refusing(model: nn.Module) -> Iterator[None]:
+    """Code of a model's own that fails without a mask is no mistake of the caller's: it makes the model unsupported."""
+    try:
+        yield
+    except (UnsupportedModelError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} fails where its attention goes through transformers' interface and gets no mask "
+            f"({type(error).__name__}: {error}), so it cannot be paged; use model.generate for it"
+        ) from error
 
 
 def _reserve_name(adapter: ModelAdapter) -> str:

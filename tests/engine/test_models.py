@@ -9,6 +9,7 @@ from transformers import (
     BartConfig,
     BertConfig,
     CLIPVisionConfig,
+    FalconConfig,
     Gemma2Config,
     Gemma3Config,
     Gemma3ForConditionalGeneration,
@@ -174,8 +175,14 @@ def linear_layers():
             lambda tools: tools.build(BertConfig(**{k: v for k, v in SIZES.items() if k != "num_key_value_heads"})),
             "BertLMHeadModel|BertSelfAttention is not causal",
         ),
+        (
+            lambda tools: tools.build(
+                FalconConfig(hidden_size=64, num_hidden_layers=1, num_attention_heads=4, vocab_size=128)
+            ),
+            r"FalconForCausalLM fails where .* gets no mask \(TypeError: .*\), so it cannot be paged",
+        ),
     ],
-    ids=["encoder_decoder", "linear_attention", "chunked_attention", "bidirectional"],
+    ids=["encoder_decoder", "linear_attention", "chunked_attention", "bidirectional", "own_attention"],
 )
 def test_a_model_that_cannot_be_paged_is_refused_by_name_in_the_callers_thread(tools, make, message):
     model = cbtriton.enable(make(tools))
