@@ -10,7 +10,8 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
 from threading import Lock
@@ -145,7 +146,9 @@ class ModelAdapter:
         self._undo: list[Callable[[], None]] = []
         self._weights_seen: tuple[tuple[int, int], ...] = ()
         parameters = inspect.signature(model.forward).parameters
-        self._takes_position_ids = "position_ids" in parameters
+        # Models that pass on what they do not know may have a part that takes it.
+        passes_on = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
+        self._takes_position_ids = passes_on or "position_ids" in parameters
         self._takes_logits_to_keep = "logits_to_keep" in parameters
         self._position_offset = 0
         self._position_embeddings = PositionEmbeddings(model)
@@ -285,7 +288,8 @@ class ModelAdapter:
         self._undo.append(_eval_mode(self.model))
         try:
             self._switch_attention(recorder.forward)
-            with record_linear_groups(self.model) as self._linear_groups, mixers.watch(self.model):
+            recording = record_linear_groups(self.model)
+            with recording as self._linear_groups, mixers.watch(self.model), _refusing(self.model):
                 self._dry_run(_DRY_RUN_TOKENS)
             recorder.stop()
             if self._takes_position_ids:
@@ -453,6 +457,20 @@ class _Recorder:
             if key is other_key and value is other_value:
                 return number
         return len(self.calls)
+
+
+@contextmanager
+def _refusing(model: nn.Module) -> Iterator[None]:
+    """Code of a model's own that fails without a mask is no mistake of the caller's: it makes the model unsupported."""
+    try:
+        yield
+    except (UnsupportedModelError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} fails where its attention goes through transformers' interface and gets no mask "
+            f"({type(error).__name__}: {error}), so it cannot be paged; use model.generate for it"
+        ) from error
 
 
 def _reserve_name(adapter: ModelAdapter) -> str:

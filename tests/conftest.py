@@ -29,3 +29,9 @@ def simulation() -> ModuleType:
 def recorded_graphs() -> ModuleType:
     """The module `recorded_graphs.py`."""
     return load("recorded_graphs")
+
+
+@pytest.fixture(scope="session")
+def families() -> ModuleType:
+    """The module `families.py`."""
+    return load("families")

@@ -9,6 +9,7 @@ from transformers import (
     BartConfig,
     BertConfig,
     CLIPVisionConfig,
+    FalconConfig,
     Gemma2Config,
     Gemma3Config,
     Gemma3ForConditionalGeneration,
@@ -24,6 +25,7 @@ from transformers import (
     Qwen2Config,
     RobertaConfig,
     SiglipVisionConfig,
+    WhisperConfig,
 )
 
 import cbtriton
@@ -154,6 +156,27 @@ def test_the_text_part_of_a_model_that_takes_images_answers_text(tools, name):
     assert tools.tokens(outputs) == expected
 
 
+def test_positions_reach_a_part_of_the_model_that_alone_takes_them(tools):
+    config = WhisperConfig(
+        d_model=64,
+        decoder_layers=2,
+        decoder_attention_heads=4,
+        decoder_ffn_dim=128,
+        vocab_size=128,
+        max_target_positions=64,
+        init_std=0.3,
+        pad_token_id=0,
+    )
+    model = cbtriton.enable(tools.build(config))
+    prompts = [tools.prompt(length) for length in (1, 7, 9, 33)]
+    outputs = model.generate_batch(prompts, tools.options(), tools.small(page_size=4), max_new_tokens=12)
+    for prompt, output in zip(prompts, outputs.values(), strict=True):
+        # `generate` fails for this decoder where it stands alone.
+        likeliest = tools.dense_logprobs(model, prompt, output.generated_tokens).argmax(-1)
+        assert output.generated_tokens == likeliest.tolist()
+        assert len(set(output.generated_tokens)) > 2
+
+
 def test_a_bfloat16_model_stays_near_its_dense_log_probabilities(tools):
     model = cbtriton.enable(tools.build(tools.llama_config()).to(torch.bfloat16))
     prompts = [tools.prompt(length) for length in (5, 20)]
@@ -183,8 +206,14 @@ def test_a_bfloat16_model_stays_near_its_dense_log_probabilities(tools):
             lambda tools: tools.build(BertConfig(**{k: v for k, v in SIZES.items() if k != "num_key_value_heads"})),
             "BertLMHeadModel|BertSelfAttention is not causal",
         ),
+        (
+            lambda tools: tools.build(
+                FalconConfig(hidden_size=64, num_hidden_layers=1, num_attention_heads=4, vocab_size=128)
+            ),
+            r"FalconForCausalLM fails where .* gets no mask \(TypeError: .*\), so it cannot be paged",
+        ),
     ],
-    ids=["encoder_decoder", "chunked_attention", "bidirectional"],
+    ids=["encoder_decoder", "chunked_attention", "bidirectional", "own_attention"],
 )
 def test_a_model_that_cannot_be_paged_is_refused_by_name_in_the_callers_thread(tools, make, message):
     model = cbtriton.enable(make(tools))

@@ -5,8 +5,10 @@ from __future__ import annotations
 import importlib
 import json
 import math
+import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -71,3 +73,45 @@ def test_a_wrong_result_is_named(monkeypatch: pytest.MonkeyPatch, error: float, 
     line = script.markdown(row, reference_us=1000.0)
     assert line.startswith("| kv_write T=3 | kv_write/mine | 0.500 | 0.200 | 40.0% | 4.00 | 8.0 | 2.00 |")
     assert line.endswith(f" **{note}**" if note else " |")
+
+
+def test_engines_are_set_side_by_side_on_each_type_of_model(tmp_path: Path) -> None:
+    command = [sys.executable, str(ROOT / "experiments" / "families.py"), "--output", str(tmp_path)]
+    command += ["--only", "deepseek_v3", "llama", "musicgen", "qwen3_next"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads((tmp_path / "families.json").read_text())["rows"]
+    kinds = {(row["model_type"], row["engine"]): row["kind"] for row in rows}
+    expected = {"deepseek_v3": "works", "llama": "works", "musicgen": "not built", "qwen3_next": "refused"}
+    assert {name: kind for (name, engine), kind in kinds.items() if engine == "reference"} == expected
+    assert kinds["llama", "transformers"] == "works"
+    text = (tmp_path / "families.md").read_text()
+    # Whatever this version of transformers runs.
+    both = sum(kinds[name, "transformers"] == kind == "works" for name, kind in expected.items())
+    assert f"Run in both: {both}." in text
+    assert f"Run in this engine only: {2 - both}" in text
+    assert "| llama | **works** | **works** |" in text
+    assert (
+        "| refused: it has layers of type linear_attention; supported are full_attention, sliding_attention | 1 |"
+        in text
+    )
+
+
+def test_a_type_that_hangs_or_crashes_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "experiments")
+    script: Any = importlib.import_module("families")
+
+    def ours(model_type: str, kernels: str) -> Any:
+        if model_type == "hangs":
+            time.sleep(60)
+        if model_type == "crashes":
+            os._exit(3)
+        raise MemoryError(kernels)
+
+    monkeypatch.setattr(script.families, "ours", ours)
+    tasks = [(model_type, "reference") for model_type in ("hangs", "crashes", "raises")]
+    rows = {row.model_type: row for row in script.run_all(tasks, num_processes=2, limit_s=1.5)}
+    assert {row.kind for row in rows.values()} == {"failed"}
+    assert rows["hangs"].detail.startswith("no result after")
+    assert rows["crashes"].detail == "the process ended with exit code 3"
+    assert rows["raises"].detail == "MemoryError: reference"

@@ -1,0 +1,88 @@
+"""Every type of causal language model that transformers knows does what `tests/families.yaml` says."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+from transformers import AutoConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from cbtriton import engine
+
+EXPECTED = yaml.safe_load((Path(__file__).parents[1] / "families.yaml").read_text())
+# Of every kind that differs to the engine: windows, sinks, soft caps, latent keys, shared keys, experts, positions that
+# are passed on, one that generate itself cannot run, and refusals.
+QUICK = (
+    "bart",
+    "deepseek_v3",
+    "falcon",
+    "gemma2",
+    "gemma3n_text",
+    "gemma4_text",
+    "gpt2",
+    "gpt_oss",
+    "llama",
+    "mistral",
+    "moss_transcribe_diarize",
+    "opt",
+    "qwen3_moe",
+    "qwen3_next",
+    "whisper",
+)
+
+
+def of_all_types():
+    types = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    return [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in types]
+
+
+def expected_of(families, model_type):
+    """The kind of outcome, and a pattern of its detail."""
+    found = [("works", "^$")] * (model_type in EXPECTED["works"])
+    found += [("works", detail) for name, detail in EXPECTED["works without generate"].items() if name == model_type]
+    found += [("refused", group["message"]) for group in EXPECTED["refused"].values() if model_type in group["types"]]
+    found += [("not built", "")] * (model_type in families.NOT_BUILT)
+    assert found, f"{model_type} is untested: add it to tests/families.yaml"
+    assert len(found) == 1, f"{model_type} is named {len(found)} times"
+    return found[0]
+
+
+@pytest.mark.parametrize("model_type", of_all_types())
+def test_a_type_works_or_is_refused_as_written_down(families, model_type):
+    kind, detail = expected_of(families, model_type)
+    outcome = families.ours(model_type)
+    assert (outcome.kind, bool(re.search(detail, outcome.detail))) == (kind, True), outcome
+
+
+def test_every_type_is_written_down_once(families):
+    for model_type in families.TYPES:
+        expected_of(families, model_type)
+    with pytest.raises(AssertionError, match="made_up is untested: add it to"):
+        expected_of(families, "made_up")
+
+
+def test_tiny_models_have_every_kind_of_layer_of_the_default_configuration(families):
+    for model_type in sorted(set(families.TYPES) - set(families.NOT_BUILT)):
+        default, tiny = AutoConfig.for_model(model_type), families.tiny_config(model_type)
+        kinds = [set(getattr(config.get_text_config(), "layer_types", None) or ()) for config in (default, tiny)]
+        assert kinds[0] <= kinds[1], model_type
+
+
+@pytest.mark.parametrize("model_type", ["gemma2", "gpt_oss", "mistral"])
+def test_a_window_that_gets_lost_is_seen(families, monkeypatch, model_type):
+    """The engine's own check is too short to see it."""
+    attention = engine.PagedAttention
+
+    def without_windows(kernels, layers, places, calls, modules):
+        return attention(kernels, layers, places, tuple(replaced(call) for call in calls), modules)
+
+    def replaced(call):
+        return type(call)(window=0, softcap=call.softcap, owner=call.owner)
+
+    monkeypatch.setattr(engine, "PagedAttention", without_windows)
+    outcome = families.ours(model_type)
+    assert outcome.kind == "differs"
+    assert outcome.error > 10 * families.TOLERANCE
