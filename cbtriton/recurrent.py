@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -21,6 +22,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from cbtriton.plan import ScheduledRow
+
+_logger = logging.getLogger(__name__)
 
 # What the argument with the cache is called, by layers and versions of transformers.
 _CACHE_ARGUMENTS = ("cache", "cache_params", "past_key_values", "past_key_value", "layer_past")
@@ -105,13 +108,13 @@ class MixerRecorder:
         candidates = [module for module in self._calls if not set(module.modules()) & set(attention_modules)]
         # Of layers within layers the innermost one takes the cache for itself.
         inner = [module for module in candidates if not (set(module.modules()) - {module}) & set(candidates)]
-        if not inner:
-            return RecurrentLayout()
-        new_cache = _cache_factory(model)
-        cache = new_cache()
-        mixers = [_tried_out(self._calls[module], cache, new_cache) for module in inner]
-        found = tuple(mixer for mixer in mixers if mixer is not None)
-        return RecurrentLayout(found, new_cache, sum(tensor.nbytes for tensor in _state_tensors(cache)))
+        calls = [self._calls[module] for module in inner]
+        for make_cache in _cache_factories(model) if calls else ():
+            try:
+                return _tried_out_all(calls, make_cache())
+            except Exception:  # Whatever it is: these layers do not work on such a cache.
+                _logger.debug("layers do not work on the cache that %s makes", make_cache, exc_info=True)
+        return RecurrentLayout()
 
 
 class RecurrentStates:
@@ -221,38 +224,42 @@ class _Sequences:
 
 
 class _Outputs:
-    """Puts a layer's results for all sequences together. What padding gets is zero."""
+    """Puts a layer's results for all sequences together: tensors with numbers for each token. Padding gets zeros."""
 
     def __init__(self, num_tokens: int) -> None:
         self._num_tokens = num_tokens
-        self._hidden: Tensor | None = None
-        self._rest: tuple[Any, ...] | None = None
+        self._parts: list[Any] = []
+        self._is_tuple = False
 
     def put(self, place: slice, result: Any) -> None:
         """Of one sequence."""
-        hidden = self._take(result)
-        self._room(hidden)[:, place] = hidden
+        for number, part in self._split(result, (1, place.stop - place.start)):
+            self._room(number, part)[:, place] = part
 
     def put_singles(self, index: Sequence[int], result: Any) -> None:
         """Of sequences with one token each."""
-        hidden = self._take(result)
-        self._room(hidden)[0, list(index)] = hidden[:, 0]
+        for number, part in self._split(result, (len(index), 1)):
+            self._room(number, part)[0, list(index)] = part[:, 0]
 
     def whole(self) -> Any:
         """As the layer would have returned it."""
-        assert self._hidden is not None
-        return self._hidden if self._rest is None else (self._hidden, *self._rest)
+        return tuple(self._parts) if self._is_tuple else self._parts[0]
 
-    def _take(self, result: Any) -> Tensor:
-        if isinstance(result, Tensor):
-            return result
-        self._rest = (None,) * (len(result) - 1)
-        return result[0]
+    def _split(self, result: Any, shape: tuple[int, int]) -> list[tuple[int, Tensor]]:
+        """The tensors of a result that begin with `shape`; other ones, such as weights of attention, are dropped."""
+        self._is_tuple = isinstance(result, tuple)
+        parts = result if self._is_tuple else (result,)
+        self._parts = self._parts or [None] * len(parts)
+        return [
+            (number, part)
+            for number, part in enumerate(parts)
+            if isinstance(part, Tensor) and part.dim() > 2 and part.shape[:2] == shape
+        ]
 
-    def _room(self, hidden: Tensor) -> Tensor:
-        if self._hidden is None:
-            self._hidden = hidden.new_zeros(1, self._num_tokens, *hidden.shape[2:])
-        return self._hidden
+    def _room(self, number: int, part: Tensor) -> Tensor:
+        if self._parts[number] is None:
+            self._parts[number] = part.new_zeros(1, self._num_tokens, *part.shape[2:])
+        return self._parts[number]
 
 
 def _cache_argument(module: nn.Module) -> str | None:
@@ -275,14 +282,24 @@ def _hidden_states(named: Mapping[str, Any]) -> Tensor:
     )
 
 
-def _cache_factory(model: Any) -> NewCache:
-    """How to make a cache of the kind that the model makes for itself."""
-    output = model(input_ids=torch.zeros((1, 1), dtype=torch.int64, device=model.device), use_cache=True)
-    made = next(cache for name in _CACHE_ARGUMENTS if (cache := getattr(output, name, None)) is not None)
-    kind = type(made)
-    if "config" in inspect.signature(kind.__init__).parameters:
-        return lambda: kind(config=model.config)
-    return kind
+def _cache_factories(model: Any) -> Iterator[Callable[[], NewCache]]:
+    """Ways to empty caches that the layers may work on: transformers' usual one, and the kind that the model makes."""
+    from transformers import DynamicCache
+
+    yield lambda: partial(DynamicCache, config=model.config)
+
+    def of_model() -> NewCache:
+        output = model(input_ids=torch.zeros((1, 1), dtype=torch.int64, device=model.device), use_cache=True)
+        return type(next(cache for name in _CACHE_ARGUMENTS if (cache := getattr(output, name, None)) is not None))
+
+    yield of_model
+
+
+def _tried_out_all(calls: Sequence[_Call], new_cache: NewCache) -> RecurrentLayout:
+    cache = new_cache()
+    tried = [_tried_out(call, cache, new_cache) for call in calls]
+    mixers = tuple(mixer for mixer in tried if mixer is not None)
+    return RecurrentLayout(mixers, new_cache, sum(tensor.nbytes for tensor in _state_tensors(cache)))
 
 
 def _tried_out(call: _Call, cache: Any, new_cache: NewCache) -> RecurrentMixer | None:
