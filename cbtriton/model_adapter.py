@@ -266,17 +266,18 @@ class ModelAdapter:
         self._undo.append(_eval_mode(self.model))
         try:
             self._switch_attention(recorder.forward)
-            with record_linear_groups(self.model) as self._linear_groups, _refusing(self.model):
+            with record_linear_groups(self.model) as self._linear_groups, recorder.masks_under(self._name):
                 self._dry_run(_DRY_RUN_TOKENS)
             recorder.stop()
+            # Before any pass without masks: code of a model's own may fail there.
+            if not recorder.calls:
+                raise UnsupportedModelError(
+                    f"{type(self.model).__name__} does not call transformers' attention interface, so its attention "
+                    "cannot be paged; use model.generate for it"
+                )
             few, more = (self._dry_run(_DRY_RUN_TOKENS + number) for number in (0, _MORE_DRY_RUN_TOKENS))
         finally:
             self.detach()
-        if not recorder.calls:
-            raise UnsupportedModelError(
-                f"{type(self.model).__name__} does not call transformers' attention interface, so its attention "
-                "cannot be paged; use model.generate for it"
-            )
         _check_windows(self.text_config, recorder.calls)
         return ModelLayout(
             tuple(recorder.calls),
@@ -376,19 +377,44 @@ class _Recorder:
         self.geometries: list[LayerGeometry] = []
         # Kept, so that no later tensor can be taken for one of them.
         self._kept: list[tuple[Tensor, Tensor]] = []
+        self._masks: list[tuple[Tensor, int]] = []
         self._is_recording = True
 
     def stop(self) -> None:
         """From now on it holds nothing and only returns zeros."""
         self._is_recording = False
         self._kept.clear()
+        self._masks.clear()
+
+    @contextmanager
+    def masks_under(self, name: str) -> Iterator[None]:
+        """Lets the model make masks within the context, and notes the window of each."""
+        from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
+
+        def mask(*args: Any, **kwargs: Any) -> Tensor | None:
+            made = sdpa_mask(*args, **(kwargs | {"allow_is_causal_skip": False}))
+            if made is not None:
+                self._masks.append((made, kwargs.get("local_size") or 0))
+            return made
+
+        ALL_MASK_ATTENTION_FUNCTIONS.register(name, mask)
+        try:
+            yield
+        finally:
+            # Where there is none under the name, no step makes masks.
+            del ALL_MASK_ATTENTION_FUNCTIONS._global_mapping[name]
 
     def forward(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
     ) -> tuple[Tensor, None]:
         if self._is_recording:
-            self._record(module, query, key, value, kwargs)
+            self._record(module, query, key, value, kwargs | self._window_of(attention_mask))
         return value.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
+
+    def _window_of(self, attention_mask: Tensor | None) -> dict[str, int]:
+        """That of the mask, where it is one: plain models see what their mask shows, whatever else they are told."""
+        windows = [window for mask, window in self._masks if mask is attention_mask]
+        return {"sliding_window": windows[0]} if windows else {}
 
     def _record(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, kwargs: Mapping[str, Any]) -> None:
         name = type(module).__name__
@@ -416,20 +442,6 @@ class _Recorder:
             if key is other_key and value is other_value:
                 return number
         return len(self.calls)
-
-
-@contextmanager
-def _refusing(model: nn.Module) -> Iterator[None]:
-    """Code of a model's own that fails without a mask is no mistake of the caller's: it makes the model unsupported."""
-    try:
-        yield
-    except (UnsupportedModelError, torch.OutOfMemoryError):
-        raise
-    except Exception as error:
-        raise UnsupportedModelError(
-            f"{type(model).__name__} fails where its attention goes through transformers' interface and gets no mask "
-            f"({type(error).__name__}: {error}), so it cannot be paged; use model.generate for it"
-        ) from error
 
 
 def _reserve_name(adapter: ModelAdapter) -> str:

@@ -57,6 +57,11 @@ def test_a_type_works_or_is_refused_as_written_down(families, model_type):
     assert (outcome.kind, bool(re.search(detail, outcome.detail))) == (kind, True), outcome
 
 
+def test_settings_that_no_default_has_work(families):
+    outcomes = {name: families.ours(name) for name in families.VARIANTS}
+    assert {name: outcome for name, outcome in outcomes.items() if outcome.kind != "works"} == {}
+
+
 def test_every_type_is_written_down_once(families):
     for model_type in families.TYPES:
         expected_of(families, model_type)
