@@ -8,6 +8,7 @@ caller's is changed otherwise.
 from __future__ import annotations
 
 import inspect
+import logging
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -26,6 +27,8 @@ from cbtriton.attention import HARMLESS_ARGUMENTS, AttentionCall
 from cbtriton.cache_layout import CachedLayer
 from cbtriton.kv_cache import LayerGeometry
 from cbtriton.packed_linear import LinearGroup, PackedLinears, record_linear_groups
+
+_logger = logging.getLogger(__name__)
 
 SUPPORTED_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 UNDERSTOOD_ARGUMENTS = frozenset({"scaling", "sliding_window", "softcap", "s_aux"}) | HARMLESS_ARGUMENTS
@@ -156,8 +159,25 @@ class ModelAdapter:
 
     @property
     def max_positions(self) -> int | None:
-        """Longest sequence that the model's positions allow, if it says so."""
-        return getattr(self.text_config, "max_position_embeddings", None)
+        """Longest sequence that the model's positions allow, if it says so.
+
+        With `longrope` frequencies depend on the longest sequence of a step: none may get to where they change.
+        """
+        positions = getattr(self.text_config, "max_position_embeddings", None)
+        short = [
+            parameters["original_max_position_embeddings"]
+            for parameters in _rope_parameters(self.text_config)
+            if parameters.get("rope_type") == "longrope"
+        ]
+        if not short or (positions is not None and positions <= min(short)):
+            return positions
+        _logger.warning(
+            "sequences of %s have at most %d tokens here, not %s: its rope type longrope has other frequencies beyond",
+            type(self.model).__name__,
+            min(short),
+            positions,
+        )
+        return min(short)
 
     @property
     def is_attached(self) -> bool:
@@ -492,6 +512,12 @@ def _check_windows(text_config: Any, calls: list[AttentionCall]) -> None:
             f"the configuration names {expected} sliding-window layers, but only {actual} attention calls say so; "
             "this model keeps its window in the mask, which is not supported"
         )
+
+
+def _rope_parameters(text_config: Any) -> list[Mapping[str, Any]]:
+    """Those of all layers, or of each type of layer."""
+    parameters = getattr(text_config, "rope_parameters", None) or {}
+    return [each for each in (parameters, *parameters.values()) if isinstance(each, Mapping)]
 
 
 def _configs_of(model: nn.Module) -> list[Any]:

@@ -142,6 +142,13 @@ NOT_BUILT = {
 # Settings that change what attention or positions do, and that no default has; a type, and fields over its tiny ones.
 _WINDOW = {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 2}
 _YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8, "rope_theta": 10000.0}
+_LONG_ROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "original_max_position_embeddings": 32,
+    "short_factor": [1.0] * 8,
+    "long_factor": [3.0] * 8,
+}
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v3, yarn": ("deepseek_v3", {"rope_parameters": _YARN}),
     "gemma4_text, keys are values": ("gemma4_text", {"attention_k_eq_v": True}),
@@ -160,6 +167,10 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     # Its layers are told of a window that is not in its mask.
     "olmoe, window": ("olmoe", {"sliding_window": WINDOW}),
     "opt, projected": ("opt", {"do_layer_norm_before": False, "word_embed_proj_dim": 32}),
+    "phi3, short sequences of longrope": (
+        "phi3",
+        {"rope_parameters": _LONG_ROPE, "original_max_position_embeddings": 32, "max_position_embeddings": 128},
+    ),
     "phi3, window": ("phi3", {"sliding_window": WINDOW}),
     # Its window is in its mask, and its layers are not told.
     "phimoe, window": ("phimoe", {"sliding_window": WINDOW}),
