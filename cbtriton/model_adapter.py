@@ -8,6 +8,7 @@ caller's is changed otherwise.
 from __future__ import annotations
 
 import inspect
+import logging
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,6 +29,8 @@ from cbtriton.kv_cache import LayerGeometry
 from cbtriton.packed_linear import LinearGroup, PackedLinears, record_linear_groups
 from cbtriton.positions import PositionEmbeddings, position_offset
 from cbtriton.recurrent import MixerRecorder, RecurrentLayout
+
+_logger = logging.getLogger(__name__)
 
 ATTENTION_LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "attention"})
 RECURRENT_LAYER_TYPES = frozenset({"linear_attention", "conv", "hybrid", "hybrid_sliding", "mamba"})
@@ -169,9 +172,27 @@ class ModelAdapter:
 
     @property
     def max_positions(self) -> int | None:
-        """Longest sequence that the model's positions allow, if it says so."""
-        number = getattr(self.text_config, "max_position_embeddings", None)
-        return number if number is None else number - self._position_offset
+        """Longest sequence that the model's positions allow, if it says so.
+
+        With `longrope` frequencies depend on the longest sequence of a step: none may get to where they change.
+        """
+        positions = getattr(self.text_config, "max_position_embeddings", None)
+        if positions is not None:
+            positions -= self._position_offset
+        short = [
+            parameters["original_max_position_embeddings"]
+            for parameters in _rope_parameters(self.text_config)
+            if parameters.get("rope_type") == "longrope"
+        ]
+        if not short or (positions is not None and positions <= min(short)):
+            return positions
+        _logger.warning(
+            "sequences of %s have at most %d tokens here, not %s: its rope type longrope has other frequencies beyond",
+            type(self.model).__name__,
+            min(short),
+            positions,
+        )
+        return min(short)
 
     @property
     def pad_token_id(self) -> int | None:
@@ -289,20 +310,21 @@ class ModelAdapter:
         try:
             self._switch_attention(recorder.forward)
             recording = record_linear_groups(self.model)
-            with recording as self._linear_groups, mixers.watch(self.model), _refusing(self.model):
+            with recording as self._linear_groups, recorder.masks_under(self._name), mixers.watch(self.model):
                 self._dry_run(_DRY_RUN_TOKENS)
             recorder.stop()
+            recurrent = self._inspect_recurrent(mixers, recorder.modules)
+            # Before any pass without masks: code of a model's own may fail there.
+            if not recorder.calls and not recurrent.mixers:
+                raise UnsupportedModelError(
+                    f"{type(self.model).__name__} does not call transformers' attention interface, so its attention "
+                    "cannot be paged; use model.generate for it"
+                )
             if self._takes_position_ids:
                 self._position_offset = position_offset(self.model)
             few, more = (self._dry_run(_DRY_RUN_TOKENS + number) for number in (0, _MORE_DRY_RUN_TOKENS))
         finally:
             self.detach()
-        recurrent = self._inspect_recurrent(mixers, recorder.modules)
-        if not recorder.calls and not recurrent.mixers:
-            raise UnsupportedModelError(
-                f"{type(self.model).__name__} does not call transformers' attention interface, so its attention "
-                "cannot be paged; use model.generate for it"
-            )
         _check_windows(self.text_config, recorder.calls)
         return ModelLayout(
             tuple(recorder.calls),
@@ -313,11 +335,7 @@ class ModelAdapter:
         )
 
     def _inspect_recurrent(self, recorder: MixerRecorder, attention_modules: Sequence[nn.Module]) -> RecurrentLayout:
-        restore = _eval_mode(self.model)
-        try:
-            layout = recorder.layout(self.model, attention_modules)
-        finally:
-            restore()
+        layout = recorder.layout(self.model, attention_modules)
         expected = RECURRENT_LAYER_TYPES & set(getattr(self.text_config, "layer_types", None) or ())
         if expected and not layout.mixers:
             raise UnsupportedModelError(
@@ -417,19 +435,44 @@ class _Recorder:
         self.geometries: list[LayerGeometry] = []
         # Kept, so that no later tensor can be taken for one of them.
         self._kept: list[tuple[Tensor, Tensor]] = []
+        self._masks: list[tuple[Tensor, int]] = []
         self._is_recording = True
 
     def stop(self) -> None:
         """From now on it holds nothing and only returns zeros."""
         self._is_recording = False
         self._kept.clear()
+        self._masks.clear()
+
+    @contextmanager
+    def masks_under(self, name: str) -> Iterator[None]:
+        """Lets the model make masks within the context, and notes the window of each."""
+        from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
+
+        def mask(*args: Any, **kwargs: Any) -> Tensor | None:
+            made = sdpa_mask(*args, **(kwargs | {"allow_is_causal_skip": False}))
+            if made is not None:
+                self._masks.append((made, kwargs.get("local_size") or 0))
+            return made
+
+        ALL_MASK_ATTENTION_FUNCTIONS.register(name, mask)
+        try:
+            yield
+        finally:
+            # Where there is none under the name, no step makes masks.
+            del ALL_MASK_ATTENTION_FUNCTIONS._global_mapping[name]
 
     def forward(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
     ) -> tuple[Tensor, None]:
         if self._is_recording:
-            self._record(module, query, key, value, kwargs)
+            self._record(module, query, key, value, kwargs | self._window_of(attention_mask))
         return value.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
+
+    def _window_of(self, attention_mask: Tensor | None) -> dict[str, int]:
+        """That of the mask, where it is one: plain models see what their mask shows, whatever else they are told."""
+        windows = [window for mask, window in self._masks if mask is attention_mask]
+        return {"sliding_window": windows[0]} if windows else {}
 
     def _record(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, kwargs: Mapping[str, Any]) -> None:
         name = type(module).__name__
@@ -457,20 +500,6 @@ class _Recorder:
             if key is other_key and value is other_value:
                 return number
         return len(self.calls)
-
-
-@contextmanager
-def _refusing(model: nn.Module) -> Iterator[None]:
-    """Code of a model's own that fails without a mask is no mistake of the caller's: it makes the model unsupported."""
-    try:
-        yield
-    except (UnsupportedModelError, torch.OutOfMemoryError):
-        raise
-    except Exception as error:
-        raise UnsupportedModelError(
-            f"{type(model).__name__} fails where its attention goes through transformers' interface and gets no mask "
-            f"({type(error).__name__}: {error}), so it cannot be paged; use model.generate for it"
-        ) from error
 
 
 def _reserve_name(adapter: ModelAdapter) -> str:
@@ -521,6 +550,12 @@ def _check_windows(text_config: Any, calls: list[AttentionCall]) -> None:
             f"the configuration names {expected} sliding-window layers, but only {actual} attention calls say so; "
             "this model keeps its window in the mask, which is not supported"
         )
+
+
+def _rope_parameters(text_config: Any) -> list[Mapping[str, Any]]:
+    """Those of all layers, or of each type of layer."""
+    parameters = getattr(text_config, "rope_parameters", None) or {}
+    return [each for each in (parameters, *parameters.values()) if isinstance(each, Mapping)]
 
 
 def _configs_of(model: nn.Module) -> list[Any]:

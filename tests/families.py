@@ -10,6 +10,7 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -138,12 +139,55 @@ NOT_BUILT = {
 }
 
 
-def tiny_config(model_type: str) -> Any:
-    """A tiny configuration of a type, that of its class in the mapping."""
-    return _shrunk(AutoConfig.for_model(model_type))
+# Settings that change what attention or positions do, and that no default has; a type, and fields over its tiny ones.
+_WINDOW = {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 2}
+_YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8, "rope_theta": 10000.0}
+_LONG_ROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "original_max_position_embeddings": 32,
+    "short_factor": [1.0] * 8,
+    "long_factor": [3.0] * 8,
+}
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "deepseek_v3, yarn": ("deepseek_v3", {"rope_parameters": _YARN}),
+    "gemma4_text, keys are values": ("gemma4_text", {"attention_k_eq_v": True}),
+    "gemma4_text, shared keys": (
+        "gemma4_text",
+        {
+            "num_hidden_layers": 4,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "num_kv_shared_layers": 2,
+        },
+    ),
+    "gpt2, scale by layer": ("gpt2", {"scale_attn_by_inverse_layer_idx": True}),
+    "llama, yarn": ("llama", {"rope_parameters": _YARN}),
+    "minimax_m2, window": ("minimax_m2", {"sliding_window": WINDOW}),
+    "mixtral, window": ("mixtral", {"sliding_window": WINDOW}),
+    # Its layers are told of a window that is not in its mask.
+    "olmoe, window": ("olmoe", {"sliding_window": WINDOW}),
+    "opt, projected": ("opt", {"do_layer_norm_before": False, "word_embed_proj_dim": 32}),
+    "phi3, short sequences of longrope": (
+        "phi3",
+        {"rope_parameters": _LONG_ROPE, "original_max_position_embeddings": 32, "max_position_embeddings": 128},
+    ),
+    "phi3, window": ("phi3", {"sliding_window": WINDOW}),
+    # Its window is in its mask, and its layers are not told.
+    "phimoe, window": ("phimoe", {"sliding_window": WINDOW}),
+    "qwen2, window": ("qwen2", _WINDOW),
+    "qwen2_moe, window": ("qwen2_moe", _WINDOW),
+    "qwen3, window": ("qwen3", _WINDOW),
+    "starcoder2, window": ("starcoder2", {"sliding_window": WINDOW}),
+}
 
 
-def _shrunk(default: Any) -> Any:
+def tiny_config(name: str) -> Any:
+    """A tiny configuration of a type, that of its class in the mapping, or of a variant."""
+    model_type, fields = VARIANTS.get(name, (name, {}))
+    return _shrunk(AutoConfig.for_model(model_type), fields)
+
+
+def _shrunk(default: Any, fields_over: Mapping[str, Any] = MappingProxyType({})) -> Any:
     parts = getattr(default, "sub_configs", {})
     fields = {name: value for name, value in vars(default).items() if not name.startswith("_") and name not in parts}
     changes = _small_sizes(fields) | _few_layers(fields)
@@ -151,7 +195,7 @@ def _shrunk(default: Any) -> Any:
         part = getattr(default, name, None)
         if part is not None:
             changes[name] = _shrunk(part).to_dict()
-    return type(default)(**(changes | EXCEPTIONS.get(default.model_type, {})))
+    return type(default)(**(changes | EXCEPTIONS.get(default.model_type, {}) | dict(fields_over)))
 
 
 def _small_sizes(fields: Mapping[str, Any]) -> dict[str, Any]:

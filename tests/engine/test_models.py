@@ -210,7 +210,7 @@ def test_a_bfloat16_model_stays_near_its_dense_log_probabilities(tools):
             lambda tools: tools.build(
                 FalconConfig(hidden_size=64, num_hidden_layers=1, num_attention_heads=4, vocab_size=128)
             ),
-            r"FalconForCausalLM fails where .* gets no mask \(TypeError: .*\), so it cannot be paged",
+            "FalconForCausalLM does not call transformers' attention interface",
         ),
     ],
     ids=["encoder_decoder", "chunked_attention", "bidirectional", "own_attention"],
