@@ -28,6 +28,7 @@ from torch.fx.experimental import _config as shapes_config
 
 from cbtriton.config import CompileSettings
 from cbtriton.plan import Path
+from cbtriton.replaced_forward import ReplacedForwards
 from cbtriton.stats import Preparation
 
 _logger = logging.getLogger(__name__)
@@ -125,7 +126,7 @@ class CompiledLayers:
         self._layers = layers
         self._graphs = {path: _SharedGraphs(how) for path, how in settings.items() if how is not None}
         self._current: _SharedGraphs | None = None
-        self._originals: list[Callable[..., Any] | None] = []
+        self._replaced = ReplacedForwards()
         self._contents: _Contents | None = None
 
     def begin_step(self, path: Path) -> None:
@@ -147,16 +148,11 @@ class CompiledLayers:
         if self._contents is None:
             return
         self._contents = None
-        for layer, original in zip(self._layers, self._originals, strict=True):
-            if original is None:
-                del layer.forward
-            else:
-                layer.forward = original
+        self._replaced.put_back()
 
     def _install(self) -> None:
-        self._originals = [layer.__dict__.get("forward") for layer in self._layers]
         for index, layer in enumerate(self._layers):
-            layer.forward = self._replacement(index, layer.forward)
+            self._replaced.replace(layer, self._replacement(index, layer.forward))
 
     def _replacement(self, index: int, forward: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(forward)

@@ -357,6 +357,11 @@ class ModelFacts:
     has_graphs: bool = False
     state_bytes_per_request: int = 0
 
+    @property
+    def has_recurrent_state(self) -> bool:
+        """Whether the model has recurrent layers."""
+        return self.state_bytes_per_request > 0
+
 
 @dataclass(frozen=True, slots=True)
 class MemoryShare:

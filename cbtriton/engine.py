@@ -40,8 +40,6 @@ _logger = logging.getLogger(__name__)
 MAX_STEP_RECORDS = 100_000
 # Captures of one path that a warm-up waits for at most.
 MAX_PREPARED_CAPTURES = 256
-# Largest difference between paged and plain logits that rounding explains, relative to the largest logit.
-SELF_CHECK_TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-6, torch.float16: 2e-2, torch.bfloat16: 8e-2}
 
 
 @dataclass(frozen=True, slots=True)
@@ -439,7 +437,7 @@ class Engine:
 
     def _compare(self, actual: Tensor, expected: Tensor) -> None:
         difference = (actual - expected).abs().max().item()
-        allowed = SELF_CHECK_TOLERANCE.get(self._adapter.dtype, 8e-2) * expected.abs().max().item()
+        allowed = self._adapter.rounding * expected.abs().max().item()
         # A model that already answers NaN on its own answers NaN here: that is the requests' error, not the model's.
         if difference > allowed:
             raise UnsupportedModelError(

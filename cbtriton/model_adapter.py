@@ -44,6 +44,8 @@ _DRY_RUN_TOKENS = 3
 _MORE_DRY_RUN_TOKENS = 16
 # What a model without attention keeps of its last token: pages count the tokens of all models.
 _PLACEHOLDER = LayerGeometry(num_kv_heads=1, key_dim=1, value_dim=1, dtype=torch.uint8)
+# Largest difference that rounding explains, relative to the largest number.
+_ROUNDING = {torch.float32: 1e-3, torch.float64: 1e-6, torch.float16: 2e-2, torch.bfloat16: 8e-2}
 # Two adapters may be made at a time.
 _RESERVING = Lock()
 
@@ -200,6 +202,11 @@ class ModelAdapter:
         return getattr(self.text_config, "pad_token_id", None)
 
     @property
+    def rounding(self) -> float:
+        """How far results in the model's dtype may be apart for rounding, relative to the largest number."""
+        return _ROUNDING.get(self.dtype, 8e-2)
+
+    @property
     def is_attached(self) -> bool:
         """Whether the model runs on an engine's attention now."""
         return bool(self._undo)
@@ -280,7 +287,8 @@ class ModelAdapter:
         """
         arguments: dict[str, Any] = {"input_ids": input_ids.unsqueeze(0), "use_cache": False}
         if self._takes_position_ids:
-            arguments["position_ids"] = position_ids.unsqueeze(0) + self._position_offset
+            offset = self._position_offset
+            arguments["position_ids"] = (position_ids + offset if offset else position_ids).unsqueeze(0)
         with self._position_embeddings.at(position_ids):
             if self._takes_logits_to_keep:
                 # Only these rows reach the head: logits of a whole prefill would dwarf everything else.
@@ -305,7 +313,7 @@ class ModelAdapter:
             UnsupportedModelError: The model does not route its attention through transformers' interface, or asks
                 for something that the kernels do not do.
         """
-        recorder, mixers = _Recorder(), MixerRecorder()
+        recorder, mixers = _Recorder(), MixerRecorder(self.rounding)
         self._undo.append(_eval_mode(self.model))
         try:
             self._switch_attention(recorder.forward)

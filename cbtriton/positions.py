@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from cbtriton.replaced_forward import ReplacedForwards
 
 # What such an embedding calls the length of the cache, by version of transformers.
 _LENGTH_ARGUMENTS = {"cache_length", "past_key_values_length"}
@@ -31,20 +33,23 @@ class PositionEmbeddings:
         takes_positions = "position_ids" in inspect.signature(model.forward).parameters
         self._modules = () if takes_positions else tuple(filter(_takes_positions_or_length, model.modules()))
         self._positions: Tensor | None = None
+        self._replaced = ReplacedForwards()
 
     def attach(self) -> None:
         """Puts the embeddings on the positions of steps."""
         for module in self._modules:
-            module.forward = partial(self._forward, module.forward)
+            self._replaced.replace(module, partial(self._forward, module.forward))
 
     def detach(self) -> None:
         """Gives the embeddings back as they were; harmless when they are."""
-        for module in self._modules:
-            module.__dict__.pop("forward", None)
+        self._replaced.put_back()
+
+    def at(self, positions: Tensor) -> AbstractContextManager[None]:
+        """Tokens stand at these positions, `[num_tokens]` int64."""
+        return self._told(positions) if self._modules else nullcontext()
 
     @contextmanager
-    def at(self, positions: Tensor) -> Iterator[None]:
-        """Tokens stand at these positions, `[num_tokens]` int64."""
+    def _told(self, positions: Tensor) -> Iterator[None]:
         self._positions = positions
         yield
         self._positions = None

@@ -22,13 +22,12 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from cbtriton.plan import ScheduledRow
+from cbtriton.replaced_forward import ReplacedForwards
 
 _logger = logging.getLogger(__name__)
 
 # What the argument with the cache is called, by layers and versions of transformers.
 _CACHE_ARGUMENTS = ("cache", "cache_params", "past_key_values", "past_key_value", "layer_past")
-# How far results may be apart that are the same but for rounding, relative to the largest number.
-_TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-6, torch.float16: 2e-2, torch.bfloat16: 8e-2}
 
 NewCache = Callable[[], Any]
 
@@ -39,6 +38,7 @@ class RecurrentMixer:
 
     Attributes:
         module: The layer.
+        argument_names: Names of its arguments, in their order.
         layer_idx: Which layer of a cache is its own.
         cache_argument: Name of the argument that takes the cache.
         continues_in_chunks: Whether several tokens at once go on from a state. Mamba-1 of transformers forgets it.
@@ -46,6 +46,7 @@ class RecurrentMixer:
     """
 
     module: nn.Module
+    argument_names: tuple[str, ...]
     layer_idx: int
     cache_argument: str
     continues_in_chunks: bool
@@ -76,9 +77,14 @@ class _Call:
 
 
 class MixerRecorder:
-    """Notes calls of layers that take a cache. Which of them are recurrent shows when the pass is over."""
+    """Notes calls of layers that take a cache. Which of them are recurrent shows when the pass is over.
 
-    def __init__(self) -> None:
+    Args:
+        rounding: How far results may be apart that are the same but for rounding, relative to the largest number.
+    """
+
+    def __init__(self, rounding: float) -> None:
+        self._rounding = rounding
         self._calls: dict[nn.Module, _Call] = {}
 
     @contextmanager
@@ -96,13 +102,13 @@ class MixerRecorder:
                 handle.remove()
 
     def _note(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._calls.setdefault(module, _Call(module, _by_name(module, args, kwargs)))
+        self._calls.setdefault(module, _Call(module, _by_name(_argument_names(module), args, kwargs)))
 
     def layout(self, model: Any, attention_modules: Sequence[nn.Module]) -> RecurrentLayout:
         """What was found, tried out on each layer.
 
         Args:
-            model: The model, as it is without an engine.
+            model: The model.
             attention_modules: What called transformers' attention interface.
         """
         candidates = [module for module in self._calls if not set(module.modules()) & set(attention_modules)]
@@ -111,10 +117,32 @@ class MixerRecorder:
         calls = [self._calls[module] for module in inner]
         for make_cache in _cache_factories(model) if calls else ():
             try:
-                return _tried_out_all(calls, make_cache())
+                return _tried_out_all(calls, make_cache(), self._rounding)
             except Exception:  # Whatever it is: these layers do not work on such a cache.
                 _logger.debug("layers do not work on the cache that %s makes", make_cache, exc_info=True)
         return RecurrentLayout()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Span:
+    """A sequence's tokens in a packed step.
+
+    Attributes:
+        begin: The first one.
+        end: Behind the last one.
+        is_continued: Whether there is a state of earlier tokens.
+        cache: Where the state is.
+    """
+
+    begin: int
+    end: int
+    is_continued: bool
+    cache: Any
+
+    @property
+    def is_single(self) -> bool:
+        """Whether it is one token that goes on from a state."""
+        return self.is_continued and self.end - self.begin == 1
 
 
 class RecurrentStates:
@@ -127,7 +155,8 @@ class RecurrentStates:
     def __init__(self, layout: RecurrentLayout) -> None:
         self._layout = layout
         self._caches: dict[int, Any] = {}
-        self._rows: tuple[ScheduledRow, ...] | None = None
+        self._spans: tuple[_Span, ...] | None = None
+        self._replaced = ReplacedForwards()
 
     @property
     def num_bytes(self) -> int:
@@ -137,12 +166,11 @@ class RecurrentStates:
     def attach(self) -> None:
         """Puts the layers on the states of requests."""
         for mixer in self._layout.mixers:
-            mixer.module.forward = partial(self._forward, mixer, mixer.module.forward)
+            self._replaced.replace(mixer.module, partial(self._forward, mixer, mixer.module.forward))
 
     def detach(self) -> None:
         """Gives the layers back as they were; harmless when they are. States stay."""
-        for mixer in self._layout.mixers:
-            mixer.module.__dict__.pop("forward", None)
+        self._replaced.put_back()
 
     @contextmanager
     def step(self, rows: Sequence[ScheduledRow]) -> Iterator[None]:
@@ -150,40 +178,41 @@ class RecurrentStates:
         if not self._layout.mixers:
             yield
             return
+        spans, begin = [], 0
         for row in rows:
             if row.start == 0:
                 self._caches[row.row] = self._layout.new_cache()
-        self._rows = tuple(rows)
+            spans.append(_Span(begin, begin + row.count, row.start > 0, self._caches[row.row]))
+            begin += row.count
+        self._spans = tuple(spans)
         try:
             yield
         finally:
-            self._rows = None
+            self._spans = None
 
     def _forward(self, mixer: RecurrentMixer, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if self._rows is None:
+        if self._spans is None:
             raise RuntimeError("a recurrent layer was called outside an engine step; detach the engine first")
-        call = _Sequences(mixer, forward, _by_name(mixer.module, args, kwargs))
-        single = [row for row in self._rows if row.count == 1 and row.start > 0] if mixer.batches else []
-        first, outputs = 0, _Outputs(call.num_tokens)
-        places: dict[ScheduledRow, int] = {}
-        for row in self._rows:
-            places[row] = first
-            if row not in single or len(single) == 1:
-                cache = self._caches[row.row]
-                for begin, end in _pieces(mixer, row, first):
-                    outputs.put(slice(begin, end), call.one(begin, end, cache))
-            first += row.count
-        if len(single) > 1:
-            index = [places[row] for row in single]
-            outputs.put_singles(index, call.several(index, [self._caches[row.row] for row in single]))
+        call = _Sequences(mixer, forward, _by_name(mixer.argument_names, args, kwargs))
+        outputs = _Outputs(call.num_tokens)
+        together = [span for span in self._spans if span.is_single] if mixer.batches else []
+        if len(together) > 1:
+            index = [span.begin for span in together]
+            outputs.put_singles(index, call.several(index, [span.cache for span in together]))
+            alone = [span for span in self._spans if not span.is_single]
+        else:
+            alone = self._spans
+        for span in alone:
+            for begin, end in _pieces(mixer, span):
+                outputs.put(slice(begin, end), call.one(begin, end, span.cache))
         return outputs.whole()
 
 
-def _pieces(mixer: RecurrentMixer, row: ScheduledRow, first: int) -> list[tuple[int, int]]:
-    """The tokens of a row as the layer can take them."""
-    if row.start == 0 or mixer.continues_in_chunks:
-        return [(first, first + row.count)]
-    return [(token, token + 1) for token in range(first, first + row.count)]
+def _pieces(mixer: RecurrentMixer, span: _Span) -> list[tuple[int, int]]:
+    """The tokens of a sequence as the layer can take them."""
+    if not span.is_continued or mixer.continues_in_chunks:
+        return [(span.begin, span.end)]
+    return [(token, token + 1) for token in range(span.begin, span.end)]
 
 
 class _Sequences:
@@ -267,9 +296,11 @@ def _cache_argument(module: nn.Module) -> str | None:
     return next((name for name in _CACHE_ARGUMENTS if name in names), None)
 
 
-def _by_name(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    # Of the class: while the engine is attached, the module's own takes anything.
-    names = list(inspect.signature(type(module).forward).parameters)[1:]
+def _argument_names(module: nn.Module) -> tuple[str, ...]:
+    return tuple(inspect.signature(module.forward).parameters)
+
+
+def _by_name(names: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     return {**dict(zip(names, args, strict=False)), **kwargs}
 
 
@@ -295,20 +326,21 @@ def _cache_factories(model: Any) -> Iterator[Callable[[], NewCache]]:
     yield of_model
 
 
-def _tried_out_all(calls: Sequence[_Call], new_cache: NewCache) -> RecurrentLayout:
+def _tried_out_all(calls: Sequence[_Call], new_cache: NewCache, rounding: float) -> RecurrentLayout:
     cache = new_cache()
-    tried = [_tried_out(call, cache, new_cache) for call in calls]
+    tried = [_tried_out(call, cache, new_cache, rounding) for call in calls]
     mixers = tuple(mixer for mixer in tried if mixer is not None)
     return RecurrentLayout(mixers, new_cache, sum(tensor.nbytes for tensor in _state_tensors(cache)))
 
 
-def _tried_out(call: _Call, cache: Any, new_cache: NewCache) -> RecurrentMixer | None:
+def _tried_out(call: _Call, cache: Any, new_cache: NewCache, rounding: float) -> RecurrentMixer | None:
     """What a layer can do, seen on random numbers; None if it keeps keys and values, and so is no recurrent layer.
 
     Args:
         call: How the layer was called.
         cache: Takes the states that the layer makes.
         new_cache: Makes others.
+        rounding: See `MixerRecorder`.
     """
     argument, index = _cache_argument(call.module), getattr(call.module, "layer_idx", None)
     if argument is None or not isinstance(index, int):
@@ -316,7 +348,8 @@ def _tried_out(call: _Call, cache: Any, new_cache: NewCache) -> RecurrentMixer |
     hidden = _hidden_states(call.named)
     noise = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(0)).to(hidden)
     named = {name: noise if value is hidden else value for name, value in call.named.items()}
-    mixer = RecurrentMixer(call.module, index, argument, continues_in_chunks=True, batches=True)
+    names = _argument_names(call.module)
+    mixer = RecurrentMixer(call.module, names, index, argument, continues_in_chunks=True, batches=True)
     sequences = _Sequences(mixer, call.module.forward, named)
     last = sequences.num_tokens
     whole = _tensor(sequences.one(0, last, cache))
@@ -325,8 +358,7 @@ def _tried_out(call: _Call, cache: Any, new_cache: NewCache) -> RecurrentMixer |
         return None
 
     def same(one: Tensor, other: Tensor) -> bool:
-        allowed = _TOLERANCE.get(whole.dtype, 8e-2) * whole.abs().max()
-        return bool((one - other).abs().max() <= allowed)
+        return bool((one - other).abs().max() <= rounding * whole.abs().max())
 
     other = new_cache()
     pieces = [sequences.one(0, 1, other), sequences.one(1, last, other)]

@@ -109,7 +109,7 @@ class _Budget:
             MemoryShare("logits", logits, f"{sampled} rows that sample, {facts.vocab_size} each"),
             MemoryShare("activations", activations, f"a step of {step_tokens} tokens"),
         ]
-        if facts.state_bytes_per_request:
+        if facts.has_recurrent_state:
             states = requests * facts.state_bytes_per_request
             shares.append(MemoryShare("states", states, f"recurrent layers of {requests} requests"))
         if self.is_captured:
@@ -157,8 +157,9 @@ def resolve(
     """
     config = ContinuousBatchingConfig.from_any(config)
     log = _Log()
+    if facts.has_recurrent_state:
+        _refuse_graphs(config)
     captured_paths = _captured_paths(config, facts, log)
-    has_recurrent_state = facts.state_bytes_per_request > 0
     layout = CacheLayout.of(facts.cached_layers, config.page_size)
     default_margin = _scheduler_margin(config, scheduler_types)
 
@@ -183,8 +184,8 @@ def resolve(
         max_decode_blocks=max_decode_blocks,
         max_model_len=max_model_len,
         use_decode_path=max_decode_blocks > 0,
-        share_blocks=_share_blocks(config, has_recurrent_state, log),
-        has_recurrent_state=has_recurrent_state,
+        share_blocks=_share_blocks(config, facts, log),
+        has_recurrent_state=facts.has_recurrent_state,
         async_depth=_async_depth(config, captured_paths, log),
         varlen_compile=compiled["varlen"],
         decode_compile=compiled["decode"],
@@ -248,18 +249,17 @@ def _refuse_graphs(config: ContinuousBatchingConfig) -> None:
             )
 
 
-def _share_blocks(config: ContinuousBatchingConfig, has_recurrent_state: bool, log: _Log) -> bool:
-    if config.allow_block_sharing and has_recurrent_state:
+def _share_blocks(config: ContinuousBatchingConfig, facts: ModelFacts, log: _Log) -> bool:
+    if config.allow_block_sharing and facts.has_recurrent_state:
         why = "a cached prefix has no state of the recurrent layers"
         return log.decide("allow_block_sharing", True, False, why)
     return config.allow_block_sharing
 
 
 def _captured_paths(config: ContinuousBatchingConfig, facts: ModelFacts, log: _Log) -> tuple[_Path, ...]:
-    if facts.state_bytes_per_request:
-        _refuse_graphs(config)
-        return ()
     asked = config.use_cuda_graph
+    if facts.has_recurrent_state:
+        return log.decide("use_cuda_graph", asked, (), "recurrent layers are called for each sequence")
     if facts.has_graphs:
         if asked is None:
             log.decide("use_cuda_graph", None, (True, True), f"{facts.device_type} has graphs")
@@ -330,7 +330,7 @@ def _num_host_blocks(
     asked, threshold = config.cpu_offload_space, config.cpu_offload_space_safety_threshold
     if asked == 0:
         return 0
-    if facts.state_bytes_per_request:
+    if facts.has_recurrent_state:
         return log.decide("cpu_offload_space", asked, 0, "states of recurrent layers are computed again")
     block_bytes = layout.block_bytes
     # Where device and host share their memory, the cache takes its part of it first.

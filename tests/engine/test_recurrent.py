@@ -91,6 +91,14 @@ def test_requests_answer_as_alone_while_prompts_come_in_chunks_and_requests_are_
     assert stats.bytes_by_purpose["states"] > 0
 
 
+def test_padding_reaches_no_state(tools, family: Family) -> None:
+    options = {"page_size": 4, "max_batch_tokens": 16, "q_padding_interval_size": 8, "kv_padding_interval_size": 32}
+    with tools.running(family.model, kernels=REFERENCE, **options) as manager:
+        ids = manager.add_requests(PROMPTS, max_new_tokens=LENGTH)
+        assert [manager.get_result(each).generated_tokens for each in ids] == family.answers
+        assert manager.stats().padding_tokens > 0
+
+
 def test_layers_are_asked_for_no_more_than_they_can_do(tools, family: Family) -> None:
     manager = cbtriton.ContinuousBatchingManager(family.model, tools.options(), tools.small(), None, REFERENCE)
     mixers = manager._layout.recurrent.mixers
@@ -201,6 +209,24 @@ def test_layers_whose_state_nobody_can_keep_are_refused_by_name(tools) -> None:
             module.forward = lambda hidden_states, **_: hidden_states
     with pytest.raises(UnsupportedModelError, match="layers of type conv, but none that keeps its state in a cache"):
         cbtriton.ContinuousBatchingManager(family.model, tools.options(), tools.small(), None, REFERENCE)
+
+
+def test_a_forward_that_somebody_put_on_a_layer_is_used_and_given_back(tools) -> None:
+    family = Family(tools, "lfm2")
+    (mixer, _) = (module for module in family.model.modules() if type(module).__name__ == "Lfm2ShortConv")
+    original, calls = mixer.forward, []
+
+    def own(hidden_states: torch.Tensor, cache: Any = None, attention_mask: Any = None, **kwargs: Any) -> torch.Tensor:
+        calls.append(hidden_states.shape[1])
+        return original(hidden_states, cache, attention_mask, **kwargs)
+
+    mixer.forward = own
+    with tools.running(family.model, kernels=REFERENCE, page_size=4) as manager:
+        calls.clear()
+        name = manager.add_request(PROMPTS[0], max_new_tokens=LENGTH)
+        assert manager.get_result(name).generated_tokens == family.answers[0]
+    assert calls == [len(PROMPTS[0])] + [1] * (LENGTH - 1)
+    assert mixer.forward is own
 
 
 def test_a_layer_outside_a_step_says_so(tools) -> None:

@@ -44,7 +44,7 @@ PLACES = {
     **dict.fromkeys(("sampling", "scheduler"), Place("host", 4)),
     "simulator": Place("host", 5),
     **dict.fromkeys(("kernel_set", "forward_context", "kv_cache", "request_table"), Place("device", 3)),
-    **dict.fromkeys(("logprobs", "ranges"), Place("device", 3)),
+    **dict.fromkeys(("logprobs", "ranges", "replaced_forward"), Place("device", 3)),
     **dict.fromkeys(
         ("attention", "step_inputs", "host_processing", "compile", "packed_linear", "recurrent", "positions"),
         Place("device", 4),
