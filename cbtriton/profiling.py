@@ -85,27 +85,30 @@ class StepProfiler:
             Exception: Whatever `run` raises.
         """
         before = manager.stats().steps
-        begin = before + self.first_step
-        end = None if self.num_steps is None else begin + self.num_steps
         profiler, pool = self._profiler(), ThreadPoolExecutor(1, thread_name_prefix="cbtriton-profiled")
         try:
             if self.first_step == 0:
                 profiler.start()
-            running = pool.submit(run)
-            if self.first_step > 0:
-                _watch(manager, running, begin)
+                first = before
+                running = pool.submit(run)
+            else:
+                running = pool.submit(run)
+                _watch(manager, running, before + self.first_step)
                 if running.done():
                     running.result()
-                    raise ValueError(
-                        f"measure.profiler.first_step must be below the {manager.stats().steps - before} steps of the "
-                        f"run, got {self.first_step}"
-                    )
                 with manager.pause():
                     profiler.start()
-            samples = _watch(manager, running, end)
+                    # Steps go on while the pause is asked for: those wanted count from here.
+                    first = manager.stats().steps
+            samples = _watch(manager, running, None if self.num_steps is None else first + self.num_steps)
             with nullcontext() if running.done() else manager.pause():
                 profiler.stop()
             running.result()
+            if manager.stats().steps == first:
+                raise ValueError(
+                    f"measure.profiler.first_step must be below the {first - before} steps of the run, "
+                    f"got {self.first_step}"
+                )
         finally:
             # Whoever is left in there ends with the manager.
             pool.shutdown(wait=False)
