@@ -341,7 +341,10 @@ class ModelFacts:
         logits_dtype_bytes: Bytes of one logit.
         has_repeated_layers: Whether the model is a list of layers that can be compiled one by one.
         has_graphs: Whether steps can be captured on the device.
-        state_bytes_per_request: Bytes of the states of recurrent layers; 0 where there are none.
+        state_bytes_per_request: Bytes that each request keeps beside the pages; 0 where that is nothing.
+        state_bytes_per_token: Bytes that each of its tokens adds to them.
+        least_prompt_piece: Tokens of a prompt that run at once at least, where it has as many.
+        is_paged: Whether attention works on pages. If not, the model runs on transformers' own cache.
     """
 
     vocab_size: int
@@ -356,11 +359,16 @@ class ModelFacts:
     has_repeated_layers: bool = False
     has_graphs: bool = False
     state_bytes_per_request: int = 0
+    state_bytes_per_token: int = 0
+    least_prompt_piece: int = 1
+    is_paged: bool = True
 
     @property
-    def has_recurrent_state(self) -> bool:
-        """Whether the model has recurrent layers."""
-        return self.state_bytes_per_request > 0
+    def kept_states(self) -> str | None:
+        """What requests keep beside the pages, for messages; None where that is nothing."""
+        if not self.is_paged:
+            return "transformers' own cache"
+        return "recurrent layers" if self.state_bytes_per_request else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -441,7 +449,8 @@ class EngineConfig:
             never runs, so prompt and answer may have one token more in all.
         use_decode_path: Whether steps of one token per request take the decode path.
         share_blocks: Whether equal prefixes share blocks.
-        has_recurrent_state: Whether layers keep a state beside the pages: each request computes all of its tokens.
+        keeps_states: Whether requests keep something beside the pages, so that each computes all of its tokens.
+        least_prompt_piece: Tokens of a prompt that run at once at least, where it has as many.
         async_depth: Steps that may be in flight while the next one is planned.
         varlen_compile: How steps of the varlen path are compiled; None: not at all.
         decode_compile: The same for the decode path.
@@ -475,7 +484,8 @@ class EngineConfig:
     max_model_len: int
     use_decode_path: bool
     share_blocks: bool
-    has_recurrent_state: bool
+    keeps_states: bool
+    least_prompt_piece: int
     async_depth: Literal[0, 1]
     varlen_compile: CompileSettings | None
     decode_compile: CompileSettings | None

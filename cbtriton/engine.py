@@ -23,12 +23,14 @@ from cbtriton.kernel_set import KernelSet
 from cbtriton.kv_cache import HostCache, KVCache
 from cbtriton.model_adapter import Belongings, ModelAdapter, ModelLayout, UnsupportedModelError
 from cbtriton.model_runner import InFlightStep, ModelRunner
+from cbtriton.own_cache import OwnCaches
 from cbtriton.padding import Bucket, PaddingPolicy
 from cbtriton.plan import BatchPlan, BlockTableUpdate, Path, RowStart, ScheduledRow
 from cbtriton.ranges import ranges_for
 from cbtriton.recurrent import RecurrentStates
 from cbtriton.request import GenerationOutput, Request, SamplingParams
 from cbtriton.request_table import RequestTable
+from cbtriton.row_states import RequestStates
 from cbtriton.scheduler import SCHEDULERS, Scheduler, SchedulerLimits
 from cbtriton.stats import EngineStats, StepRecord
 from cbtriton.stopping import StopDecision
@@ -99,7 +101,7 @@ class Engine:
             adapter.vocab_size,
             adapter.device,
         )
-        self._recurrent = RecurrentStates(layout.recurrent)
+        self._states = _states_of(adapter, layout)
         self._attention = PagedAttention(
             kernels, self._cache.layers, config.cache_layout.places, layout.calls, layout.modules
         )
@@ -108,7 +110,7 @@ class Engine:
         self._runner = ModelRunner(
             adapter,
             self._attention,
-            self._recurrent,
+            self._states,
             kernels,
             self._cache,
             host_cache,
@@ -130,7 +132,7 @@ class Engine:
             host_cache_bytes=host_cache.num_bytes,
         )
         self._records: deque[StepRecord] = deque(maxlen=MAX_STEP_RECORDS)
-        self._probes = self._plain_probes()
+        self._probes = self._make_probes(layout)
         self.attach()
         try:
             self._self_check()
@@ -146,7 +148,7 @@ class Engine:
         """
         self._adapter.attach(self._attention.forward)
         self._attention.attach()
-        self._recurrent.attach()
+        self._states.attach()
         if self._adapter.weights_changed():
             self.reset_prefix_cache()
         if self._left_behind is not None and self._left_behind != self._adapter.belongings():
@@ -160,7 +162,7 @@ class Engine:
         self._runner.stop()
         if self.config.captured_paths and self._adapter.is_attached:
             self._left_behind = self._adapter.belongings()
-        self._recurrent.detach()
+        self._states.detach()
         self._attention.detach()
         self._adapter.detach()
 
@@ -386,7 +388,7 @@ class Engine:
             num_running=self._scheduler.num_running,
             num_waiting=self._scheduler.num_waiting,
             packed_weight_bytes=self._adapter.packed_bytes,
-            state_bytes=self._recurrent.num_bytes,
+            state_bytes=self._states.num_bytes,
             compilations=self._runner.monitor.compilations,
             late_compilations=self._runner.monitor.late_compilations,
             compile_time=self._runner.monitor.compile_time,
@@ -404,7 +406,7 @@ class Engine:
 
     # -------------------------------------------------------------------------------------------- self-check
 
-    def _plain_probes(self) -> list[_Probe]:
+    def _make_probes(self, layout: ModelLayout) -> list[_Probe]:
         """Two short prompts, or one where the cache is too small, with the logits of the unattached model."""
         config, num_embeddings = self.config, self._adapter.num_embeddings
         # The token for padding has no position in some models.
@@ -413,7 +415,11 @@ class Engine:
         num_blocks = sum(config.cache_layout.peak_blocks(len(prompt), len(prompt)) for prompt in prompts)
         if num_blocks > config.num_blocks or config.max_requests < 2:
             prompts = [prompts[0][: config.max_model_len]]
-        return [_Probe(prompt, self._adapter.plain_logits(prompt)) for prompt in prompts]
+        pieces = [_self_check_ends(row, len(prompt)) for row, prompt in enumerate(prompts)]
+        return [
+            _Probe(prompt, self._adapter.expected_logits(prompt, ends, layout.recurrent))
+            for prompt, ends in zip(prompts, pieces, strict=True)
+        ]
 
     def _self_check(self, is_compiled: Callable[[Bucket], bool] | None = None) -> None:
         """Compares paged logits with plain ones: prefill, chunked prefill beside a decode, and the decode path.
@@ -442,36 +448,42 @@ class Engine:
         if difference > allowed:
             raise UnsupportedModelError(
                 f"{type(self._adapter.model).__name__} gives other logits when its sequences are packed and paged "
-                f"(difference {difference:.3g}, allowed {allowed:.3g}), so its tokens would be wrong; "
-                "use model.generate for it"
+                f"(difference {difference:.3g}, allowed {allowed:.3g}), so its tokens would be wrong"
             )
+
+
+def _states_of(adapter: ModelAdapter, layout: ModelLayout) -> RequestStates:
+    if layout.own_cache is not None:
+        return OwnCaches(adapter.model, layout.own_cache)
+    return RecurrentStates(layout.recurrent)
 
 
 @dataclass(frozen=True, slots=True)
 class _Probe:
-    """A prompt and the plain model's logits `[num_tokens, vocab_size]` for it."""
+    """A prompt and the unattached model's logits `[num_tokens, vocab_size]` for it."""
 
     prompt: list[int]
     logits: Tensor
 
 
-def _self_check_plans(prompts: list[list[int]], blocks: BlockManager) -> Iterator[BatchPlan]:
-    """Plans that run each prompt, in row order: first chunks, then the next ones, then last tokens on the decode path.
+def _self_check_ends(row: int, length: int) -> tuple[int, ...]:
+    """Where the pieces of a prompt end: a first one, another one, the last token. Less than three tokens are one piece.
 
-    The first prompt's second chunk has two tokens, so that it continues a cache beside rows that decode. Prompts of
-    less than three tokens run in one piece.
+    The second piece of the first row has two tokens, so that it continues a cache beside rows that decode.
     """
+    return (length,) if length < 3 else (max(1, length - (3 if row == 0 else 2)), length - 1, length)
+
+
+def _self_check_plans(prompts: list[list[int]], blocks: BlockManager) -> Iterator[BatchPlan]:
+    """Plans that run each prompt in its pieces, in row order; the last one on the decode path."""
     row_starts, table_updates = [], []
     for row, prompt in enumerate(prompts):
         name = f"self-check {row}"
         blocks.start(name, blocks.match_prefix(prompt))
         row_starts.append(RowStart(row, prompt, len(prompt), SamplingParams(), frozenset()))
         table_updates.append(BlockTableUpdate(row, blocks.extend(name, 0, len(prompt))))
-    lengths = [len(prompt) for prompt in prompts]
-    lasts = [length - 1 for length in lengths]
-    splits = [max(1, last - (2 if row == 0 else 1)) for row, last in enumerate(lasts)]
 
-    def plan(path: Path, starts: list[int], ends: list[int], is_first: bool = False) -> BatchPlan:
+    def plan(path: Path, starts: Sequence[int], ends: Sequence[int], is_first: bool = False) -> BatchPlan:
         rows = tuple(
             ScheduledRow("self-check", 0, row, start, end - start, samples=True)
             for row, (start, end) in enumerate(zip(starts, ends, strict=True))
@@ -486,9 +498,8 @@ def _self_check_plans(prompts: list[list[int]], blocks: BlockManager) -> Iterato
             max_seq_len=max(ends),
         )
 
-    if min(lengths) < 3:
-        yield plan("varlen", [0] * len(prompts), lengths, is_first=True)
-        return
-    yield plan("varlen", [0] * len(prompts), splits, is_first=True)
-    yield plan("varlen", splits, lasts)
-    yield plan("decode", lasts, lengths)
+    starts: Sequence[int] = [0] * len(prompts)
+    columns = zip(*(_self_check_ends(row, len(prompt)) for row, prompt in enumerate(prompts)), strict=True)
+    for number, ends in enumerate(columns):
+        yield plan("decode" if number == 2 else "varlen", starts, ends, is_first=number == 0)
+        starts = ends

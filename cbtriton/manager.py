@@ -29,7 +29,7 @@ from cbtriton.engine import Engine
 from cbtriton.graphs import capturer_for
 from cbtriton.host_processing import is_met
 from cbtriton.kernel_set import choose_kernels
-from cbtriton.model_adapter import ModelAdapter
+from cbtriton.model_adapter import ModelAdapter, UnsupportedModelError
 from cbtriton.model_runner import end_idle_threads
 from cbtriton.request import GenerationOutput, Request, RequestStatus, SamplingParams, StopRules, TokenRule
 from cbtriton.request_table import MAX_EOS_IDS, MAX_RULE_PREFIXES, MAX_RULES
@@ -122,15 +122,7 @@ class ContinuousBatchingManager:
         self._hints = WorkloadHints.from_any(workload_hints)
         self._capturer = capturer_for(self._adapter.device)
         self.model_facts = self._find_model_facts(memory)
-        self.engine_config: EngineConfig = resolve(
-            config,
-            self._hints,
-            self.model_facts,
-            has_logits_processing=self._defaults.has_logits_processing or config.per_request_processors,
-            scheduler_types=SCHEDULERS.default_margins(),
-            has_processors=self._defaults.has_processors,
-        )
-        logger.info("kernels: %s\n%s", self._kernels.describe(), self.engine_config.describe())
+        self.engine_config = self._resolve(config)
         # One lock for everything below and the router: a request ends and its last output arrives in one moment.
         lock = threading.RLock()
         self._router = OutputRouter(lock)
@@ -157,6 +149,18 @@ class ContinuousBatchingManager:
         self._must_reset_prefix_cache = False
         self._warnings: set[str] = set()
 
+    def _resolve(self, config: ContinuousBatchingConfig) -> EngineConfig:
+        resolved = resolve(
+            config,
+            self._hints,
+            self.model_facts,
+            has_logits_processing=self._defaults.has_logits_processing or config.per_request_processors,
+            scheduler_types=SCHEDULERS.default_margins(),
+            has_processors=self._defaults.has_processors,
+        )
+        logger.info("kernels: %s\n%s", self._kernels.describe(), resolved.describe())
+        return resolved
+
     def _find_model_facts(self, memory: int) -> ModelFacts:
         return ModelFacts(
             vocab_size=self._adapter.vocab_size,
@@ -169,7 +173,10 @@ class ContinuousBatchingManager:
             available_host_memory_bytes=available_memory_bytes(),
             has_repeated_layers=bool(self._adapter.repeated_layers(self._layout)),
             has_graphs=self._capturer is not None,
-            state_bytes_per_request=self._layout.recurrent.state_bytes,
+            state_bytes_per_request=self._layout.state_bytes_per_request,
+            state_bytes_per_token=self._layout.state_bytes_per_token,
+            least_prompt_piece=2 if self._layout.recurrent.has_other_singles else 1,
+            is_paged=self._layout.own_cache is None,
         )
 
     # ------------------------------------------------------------------------------------------- life cycle
@@ -225,16 +232,26 @@ class ContinuousBatchingManager:
                 return
             with self._no_caller_modes():
                 if self._engine is None:
-                    self._engine = Engine(
-                        self._adapter,
-                        self._layout,
-                        self.engine_config,
-                        self._kernels,
-                        self._stop_checker.check,
-                        self._capturer,
-                    )
+                    self._engine = self._make_engine()
                 elif not self._adapter.is_attached:
                     self._engine.attach()
+
+    def _make_engine(self) -> Engine:
+        try:
+            return self._engine_of_layout()
+        except UnsupportedModelError as reason:
+            if not self.model_facts.is_paged:
+                raise
+            # Its attention can be paged and gives something else: the other way is left.
+            self._layout = self._adapter.own_cache_layout(reason)
+            self.model_facts = self._find_model_facts(self.model_facts.available_memory_bytes)
+            self.engine_config = self._resolve(self.config)
+            return self._engine_of_layout()
+
+    def _engine_of_layout(self) -> Engine:
+        return Engine(
+            self._adapter, self._layout, self.engine_config, self._kernels, self._stop_checker.check, self._capturer
+        )
 
     @contextmanager
     def _no_caller_modes(self) -> Iterator[None]:
@@ -576,9 +593,9 @@ class ContinuousBatchingManager:
 
     def _submit_pin(self, prompt_ids: list[int], cache_salt: str | None) -> _Pin:
         config = self.engine_config
-        if config.has_recurrent_state:
+        if config.keeps_states:
             raise ValueError(
-                "nothing can be pinned for a model with recurrent layers: each request computes its states"
+                f"nothing can be pinned for a model with {self.model_facts.kept_states}: each request computes its own"
             )
         if not config.share_blocks:
             raise ValueError("nothing can be pinned with allow_block_sharing=False; set it to True")

@@ -13,7 +13,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import count
 from threading import Lock
 from typing import Any, NoReturn
@@ -26,6 +26,8 @@ from torch.utils._pytree import tree_leaves
 from cbtriton.attention import HARMLESS_ARGUMENTS, AttentionCall
 from cbtriton.cache_layout import CachedLayer
 from cbtriton.kv_cache import LayerGeometry
+from cbtriton.own_attention import OwnAttention
+from cbtriton.own_cache import OwnCacheLayout, cached_logits, try_own_cache
 from cbtriton.packed_linear import LinearGroup, PackedLinears, record_linear_groups
 from cbtriton.positions import PositionEmbeddings, position_offset
 from cbtriton.recurrent import MixerRecorder, RecurrentLayout
@@ -60,19 +62,33 @@ class ModelLayout:
         modules: The attention module of each call, in call order.
         activation_bytes_per_token: Bytes that each further token adds to what the pass held at a time.
         recurrent: The recurrent layers.
+        own_cache: How the model runs on transformers' own cache; None where its attention is paged.
     """
 
     calls: tuple[AttentionCall, ...]
     geometries: tuple[LayerGeometry, ...]
     modules: tuple[nn.Module, ...]
     activation_bytes_per_token: int
-    recurrent: RecurrentLayout
+    recurrent: RecurrentLayout = field(default_factory=RecurrentLayout)
+    own_cache: OwnCacheLayout | None = None
+
+    @property
+    def state_bytes_per_request(self) -> int:
+        """Bytes that a request keeps beside the pages, and that do not grow."""
+        return self.recurrent.state_bytes if self.own_cache is None else self.own_cache.bytes_per_request
+
+    @property
+    def state_bytes_per_token(self) -> int:
+        """Bytes that each of its tokens adds to them."""
+        return 0 if self.own_cache is None else self.own_cache.bytes_per_token
 
     @property
     def cached_layers(self) -> tuple[CachedLayer, ...]:
         """What each of the calls that own keys and values keeps of a token; without any, a placeholder's."""
         if not self.calls:
-            return tuple(geometry.cached_layer(window=1) for geometry in self.geometries)
+            # The placeholder's pages bound the tokens of a cache that grows, and come and go beside one that does not.
+            window = 1 if self.own_cache is None else 0
+            return tuple(geometry.cached_layer(window) for geometry in self.geometries)
         windows: dict[int, list[int]] = {}
         for call in self.calls:
             windows.setdefault(call.owner, []).append(call.window)
@@ -157,7 +173,9 @@ class ModelAdapter:
         self._takes_logits_to_keep = "logits_to_keep" in parameters
         self._position_offset = 0
         self._position_embeddings = PositionEmbeddings(model)
-        _refuse_unsupported_configs(model)
+        self._own_attention = OwnAttention(model)
+        self._is_paged = True
+        _refuse_encoder_decoders(model)
 
     # ---------------------------------------------------------------------------------------------- facts
 
@@ -219,7 +237,7 @@ class ModelAdapter:
     # ------------------------------------------------------------------------------------- attach and detach
 
     def attach(self, attention: Callable[..., tuple[Tensor, None]]) -> None:
-        """Puts the model on `attention`, in eval mode, with packed linear layers where they pay.
+        """Puts the model on `attention`, if it is paged, in eval mode, with packed linear layers where they pay.
 
         Raises:
             RuntimeError: It is attached already.
@@ -227,10 +245,11 @@ class ModelAdapter:
         if self._undo:
             raise RuntimeError("the model adapter is already attached; detach it first")
         try:
-            self._switch_attention(attention)
+            if self._is_paged:
+                self._switch_attention(attention)
+                self._position_embeddings.attach()
+                self._undo.append(self._position_embeddings.detach)
             self._undo.append(_eval_mode(self.model))
-            self._position_embeddings.attach()
-            self._undo.append(self._position_embeddings.detach)
             if self.device.type == "cpu":
                 if self._packed is None:
                     self._packed = PackedLinears(self.model, memory_limit_bytes=self._limit, groups=self._linear_groups)
@@ -258,6 +277,8 @@ class ModelAdapter:
             original = config._attn_implementation_internal
             config._attn_implementation_internal = self._name
             self._undo.append(lambda config=config, original=original: _set_attention(config, original))
+        self._own_attention.attach(attention)
+        self._undo.append(self._own_attention.detach)
 
     def weights_changed(self) -> bool:
         """Whether any weight is known to differ from what it was at the last call; changes of `Tensor.data` are not."""
@@ -289,6 +310,7 @@ class ModelAdapter:
         if self._takes_position_ids:
             offset = self._position_offset
             arguments["position_ids"] = (position_ids + offset if offset else position_ids).unsqueeze(0)
+        arguments |= self._own_attention.arguments(self.device)
         with self._position_embeddings.at(position_ids):
             if self._takes_logits_to_keep:
                 # Only these rows reach the head: logits of a whole prefill would dwarf everything else.
@@ -306,7 +328,72 @@ class ModelAdapter:
             restore()
 
     @torch.no_grad()
+    def expected_logits(self, token_ids: list[int], ends: Sequence[int], recurrent: RecurrentLayout) -> Tensor:
+        """Logits `[num_tokens, vocab_size]` float32 that a sequence in pieces should have; the model is not attached.
+
+        Those of a plain pass; but where recurrent layers do something else with a single token than with several, those
+        of the model's own cache.
+
+        Args:
+            token_ids: The sequence.
+            ends: Behind which tokens pieces end.
+            recurrent: The recurrent layers.
+        """
+        if not recurrent.has_other_singles:
+            return self.plain_logits(token_ids)
+        restore = _eval_mode(self.model)
+        try:
+            return cached_logits(self.model, token_ids, ends)
+        finally:
+            restore()
+
     def inspect_layout(self) -> ModelLayout:
+        """Finds out how the model can run, by running it.
+
+        Models that cannot be paged run on transformers' own cache, after a warning that says why, where that gives what
+        their plain pass gives.
+
+        Raises:
+            UnsupportedModelError: The model can be run in neither way.
+        """
+        try:
+            _refuse_layer_types(self.model)
+            return self._inspect_paged()
+        except UnsupportedModelError as reason:
+            return self.own_cache_layout(reason)
+
+    @torch.no_grad()
+    def own_cache_layout(self, reason: UnsupportedModelError) -> ModelLayout:
+        """How the model runs on transformers' own cache, since it cannot be paged for this reason.
+
+        Raises:
+            UnsupportedModelError: That does not give what its plain pass gives; it is the reason itself.
+        """
+        restore = _eval_mode(self.model)
+        try:
+            own_cache = try_own_cache(self.model, self.plain_logits, self.rounding)
+        finally:
+            restore()
+        if own_cache is None:
+            raise UnsupportedModelError(
+                f"{reason}; nor does its own cache give what it gives without one, so use model.generate for it"
+            ) from reason
+        _logger.warning(
+            "running on transformers' own cache, one sequence of a step after the other, and without prefix cache, "
+            "compiling and graphs: %s",
+            reason,
+        )
+        self._is_paged = False
+        few, more = (self._held_by_plain_pass(_DRY_RUN_TOKENS + number) for number in (0, _MORE_DRY_RUN_TOKENS))
+        return ModelLayout((), (_PLACEHOLDER,), (), _bytes_per_token(few, more), own_cache=own_cache)
+
+    def _held_by_plain_pass(self, num_tokens: int) -> int:
+        with _HeldBytes() as held:
+            self.model(input_ids=torch.zeros((1, num_tokens), dtype=torch.int64, device=self.device), use_cache=False)
+        return held.peak
+
+    @torch.no_grad()
+    def _inspect_paged(self) -> ModelLayout:
         """Runs the model with a recording attention function, and again with more tokens to see what these take.
 
         Raises:
@@ -326,7 +413,7 @@ class ModelAdapter:
             if not recorder.calls and not recurrent.mixers:
                 raise UnsupportedModelError(
                     f"{type(self.model).__name__} does not call transformers' attention interface, so its attention "
-                    "cannot be paged; use model.generate for it"
+                    "cannot be paged"
                 )
             if self._takes_position_ids:
                 self._position_offset = position_offset(self.model)
@@ -338,7 +425,7 @@ class ModelAdapter:
             tuple(recorder.calls),
             tuple(recorder.geometries) or (_PLACEHOLDER,),
             tuple(recorder.modules),
-            activation_bytes_per_token=-(-max(0, more - few) // _MORE_DRY_RUN_TOKENS),
+            activation_bytes_per_token=_bytes_per_token(few, more),
             recurrent=recurrent,
         )
 
@@ -348,7 +435,7 @@ class ModelAdapter:
         if expected and not layout.mixers:
             raise UnsupportedModelError(
                 f"{type(self.model).__name__} has layers of type {', '.join(sorted(expected))}, but none that keeps "
-                "its state in a cache of transformers; use model.generate for it"
+                "its state in a cache of transformers"
             )
         return layout
 
@@ -535,10 +622,20 @@ def _detached(*_: Any, **__: Any) -> NoReturn:
     raise RuntimeError("the model's attention was called while no engine is attached; attach one first")
 
 
-def _refuse_unsupported_configs(model: Any) -> None:
-    name = type(model).__name__
+def _bytes_per_token(few: int, more: int) -> int:
+    """What each token adds to what is held, from passes with some tokens and `_MORE_DRY_RUN_TOKENS` more."""
+    return -(-max(0, more - few) // _MORE_DRY_RUN_TOKENS)
+
+
+def _refuse_encoder_decoders(model: Any) -> None:
     if getattr(model.config, "is_encoder_decoder", False):
-        raise UnsupportedModelError(f"{name} is an encoder-decoder; only decoder-only models are supported")
+        raise UnsupportedModelError(
+            f"{type(model).__name__} is an encoder-decoder; only decoder-only models are supported"
+        )
+
+
+def _refuse_layer_types(model: Any) -> None:
+    name = type(model).__name__
     layer_types = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
     supported = ATTENTION_LAYER_TYPES | RECURRENT_LAYER_TYPES
     unsupported = sorted(layer_types - supported - _OTHER_LAYER_TYPES)

@@ -36,8 +36,8 @@ from cbtriton.plan import (
     StepResult,
 )
 from cbtriton.ranges import ranges_for
-from cbtriton.recurrent import RecurrentStates
 from cbtriton.request_table import RequestTable
+from cbtriton.row_states import RequestStates
 from cbtriton.step_inputs import SampleFeatures, StepInputs, StepInputsWriter
 
 _logger = logging.getLogger(__name__)
@@ -137,7 +137,7 @@ class ModelRunner:
     Args:
         adapter: The model; must be attached to `attention` while steps run.
         attention: The engine's attention function.
-        recurrent: The states of recurrent layers.
+        states: What requests keep beside the pages.
         kernels: The chosen kernels.
         cache: The KV cache.
         host_cache: Where blocks of preempted requests go.
@@ -154,7 +154,7 @@ class ModelRunner:
         self,
         adapter: ModelAdapter,
         attention: PagedAttention,
-        recurrent: RecurrentStates,
+        states: RequestStates,
         kernels: KernelSet,
         cache: KVCache,
         host_cache: HostCache,
@@ -165,7 +165,7 @@ class ModelRunner:
     ) -> None:
         self._adapter = adapter
         self._attention = attention
-        self._recurrent = recurrent
+        self._states = states
         self._kernels = kernels
         self._cache = cache
         self._host_cache = host_cache
@@ -237,7 +237,7 @@ class ModelRunner:
             compiled: Whether compiled layers run as such. What is compiled as part of a whole step never does.
         """
         inputs = self._writer.fill(plan, bucket)
-        with self._compiled(bucket) if compiled else nullcontext(), self._recurrent.step(plan.rows):
+        with self._compiled(bucket) if compiled else nullcontext(), self._states.step(plan):
             return self._logits(inputs, bucket.path, bucket.num_tokens, bucket.max_kv)[: _num_samples(plan)]
 
     def stop(self) -> None:
@@ -261,7 +261,7 @@ class ModelRunner:
             self._copy_blocks(plan.block_copies)
         failed_swaps += self._swap(plan.swaps_in, self._host_cache.load)
         mask_errors = self._host.write_masks(plan.host_rows)
-        with self._range("model and sampling"), self._recurrent.step(plan.rows):
+        with self._range("model and sampling"), self._states.step(plan):
             if _needs_parts(plan):
                 outputs, extras = self._launch_in_parts(plan, bucket, inputs, mask_errors)
             else:

@@ -26,6 +26,8 @@ class ScheduledRow:
         start: Position of the first token to run, which is also the number of its tokens already in the cache.
         count: Number of tokens to run, at least 1.
         samples: Whether the row's last token produces a new one.
+        keeps_state: Whether what is kept beside the pages is kept once more as it is before the row's last token, for
+            requests that begin with it.
     """
 
     request_id: str
@@ -34,17 +36,28 @@ class ScheduledRow:
     start: int
     count: int
     samples: bool
+    keeps_state: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class RowStart:
-    """A request enters a row of the table: its tokens and parameters are written there before the step runs."""
+    """A request enters a row of the table: its tokens and parameters are written there before the step runs.
+
+    Attributes:
+        row: The row.
+        token_ids: All tokens that are known.
+        prompt_length: How many of them are the prompt.
+        sampling: How tokens are drawn.
+        eos_token_ids: Tokens that end it.
+        forked_row: The row with whose kept state it begins; None where it begins with none.
+    """
 
     row: int
     token_ids: list[int]
     prompt_length: int
     sampling: SamplingParams
     eos_token_ids: frozenset[int]
+    forked_row: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +168,8 @@ class BatchPlan:
         host_rows: Sampling rows that need functions of their callers.
         logprob_rows: Sampling rows that want other log-probabilities than the engine's.
         scored_prompts: Pieces of prompts whose tokens' log-probabilities are wanted.
+        rows_left: Rows whose requests left them since the plan before; others may enter them in this one.
+        forked_rows: Rows whose kept state nobody needs once the rows of this plan have begun.
     """
 
     path: Path
@@ -169,6 +184,8 @@ class BatchPlan:
     host_rows: tuple[HostRow, ...] = ()
     logprob_rows: tuple[LogprobRow, ...] = ()
     scored_prompts: tuple[ScoredPrompt, ...] = ()
+    rows_left: tuple[int, ...] = ()
+    forked_rows: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,8 @@
 Such a layer (a gated delta net, Mamba, a short convolution, lightning attention) folds all earlier tokens into a state
 whose size does not grow. The layers stay transformers' own: while attached, one is called for each sequence of the
 packed step, with a cache of transformers that belongs to the request in that row; sequences with one token share a call
-where the layer can do that. A request begins with an empty state, so nothing of it can come out of the prefix cache.
+where the layer can do that. A request begins with an empty state, or with that of a request whose prompt it shares:
+nothing of it can come out of the prefix cache.
 """
 
 from __future__ import annotations
@@ -21,15 +22,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from cbtriton.plan import ScheduledRow
+from cbtriton.plan import BatchPlan
 from cbtriton.replaced_forward import ReplacedForwards
+from cbtriton.row_states import NewCache, RowStates, Span, tensors_of
 
 _logger = logging.getLogger(__name__)
 
 # What the argument with the cache is called, by layers and versions of transformers.
 _CACHE_ARGUMENTS = ("cache", "cache_params", "past_key_values", "past_key_value", "layer_past")
-
-NewCache = Callable[[], Any]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -43,6 +43,8 @@ class RecurrentMixer:
         cache_argument: Name of the argument that takes the cache.
         continues_in_chunks: Whether several tokens at once go on from a state. Mamba-1 of transformers forgets it.
         batches: Whether several sequences with a state and one token each can share a call.
+        has_other_singles: Whether a single token gives something else than it does among several: some models bound
+            time steps only there. `generate` has prompts in one piece, and then single tokens.
     """
 
     module: nn.Module
@@ -51,6 +53,7 @@ class RecurrentMixer:
     cache_argument: str
     continues_in_chunks: bool
     batches: bool
+    has_other_singles: bool
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -66,6 +69,11 @@ class RecurrentLayout:
     mixers: tuple[RecurrentMixer, ...] = ()
     new_cache: NewCache = lambda: None
     state_bytes: int = 0
+
+    @property
+    def has_other_singles(self) -> bool:
+        """See `RecurrentMixer.has_other_singles`."""
+        return any(mixer.has_other_singles for mixer in self.mixers)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -123,28 +131,6 @@ class MixerRecorder:
         return RecurrentLayout()
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Span:
-    """A sequence's tokens in a packed step.
-
-    Attributes:
-        begin: The first one.
-        end: Behind the last one.
-        is_continued: Whether there is a state of earlier tokens.
-        cache: Where the state is.
-    """
-
-    begin: int
-    end: int
-    is_continued: bool
-    cache: Any
-
-    @property
-    def is_single(self) -> bool:
-        """Whether it is one token that goes on from a state."""
-        return self.is_continued and self.end - self.begin == 1
-
-
 class RecurrentStates:
     """The states of all running requests, and the calls of the layers that work on them.
 
@@ -154,14 +140,14 @@ class RecurrentStates:
 
     def __init__(self, layout: RecurrentLayout) -> None:
         self._layout = layout
-        self._caches: dict[int, Any] = {}
-        self._spans: tuple[_Span, ...] | None = None
+        self._rows = RowStates(layout.new_cache)
+        self._spans: tuple[Span, ...] | None = None
         self._replaced = ReplacedForwards()
 
     @property
     def num_bytes(self) -> int:
         """Bytes of the states that are held."""
-        return self._layout.state_bytes * len(self._caches)
+        return self._layout.state_bytes * len(self._rows)
 
     def attach(self) -> None:
         """Puts the layers on the states of requests."""
@@ -173,18 +159,12 @@ class RecurrentStates:
         self._replaced.put_back()
 
     @contextmanager
-    def step(self, rows: Sequence[ScheduledRow]) -> Iterator[None]:
-        """The layers work on the states of these rows, whose tokens lie one after the other, padding behind them."""
+    def step(self, plan: BatchPlan) -> Iterator[None]:
+        """The layers work on the states of a plan's rows, whose tokens lie one after the other, padding behind them."""
         if not self._layout.mixers:
             yield
             return
-        spans, begin = [], 0
-        for row in rows:
-            if row.start == 0:
-                self._caches[row.row] = self._layout.new_cache()
-            spans.append(_Span(begin, begin + row.count, row.start > 0, self._caches[row.row]))
-            begin += row.count
-        self._spans = tuple(spans)
+        self._spans = self._rows.begin_step(plan)
         try:
             yield
         finally:
@@ -203,16 +183,22 @@ class RecurrentStates:
         else:
             alone = self._spans
         for span in alone:
-            for begin, end in _pieces(mixer, span):
+            for begin, end in _pieces(mixer, span, span.end):
                 outputs.put(slice(begin, end), call.one(begin, end, span.cache))
+            if span.kept is not None and span.begin < span.end - 1:
+                for begin, end in _pieces(mixer, span, span.end - 1):
+                    call.one(begin, end, span.kept)
         return outputs.whole()
 
 
-def _pieces(mixer: RecurrentMixer, span: _Span) -> list[tuple[int, int]]:
-    """The tokens of a sequence as the layer can take them."""
-    if not span.is_continued or mixer.continues_in_chunks:
-        return [(span.begin, span.end)]
-    return [(token, token + 1) for token in range(span.begin, span.end)]
+def _pieces(mixer: RecurrentMixer, span: Span, end: int) -> list[tuple[int, int]]:
+    """The tokens of a sequence up to `end` as the layer can take them."""
+    together = end if mixer.continues_in_chunks or not span.is_continued else span.begin
+    if mixer.has_other_singles:
+        # Those that were generated were single tokens the first time.
+        together = min(together, span.prompt_end)
+    singles = [(token, token + 1) for token in range(together, end)]
+    return [(span.begin, together), *singles] if together > span.begin else singles
 
 
 class _Sequences:
@@ -330,7 +316,7 @@ def _tried_out_all(calls: Sequence[_Call], new_cache: NewCache, rounding: float)
     cache = new_cache()
     tried = [_tried_out(call, cache, new_cache, rounding) for call in calls]
     mixers = tuple(mixer for mixer in tried if mixer is not None)
-    return RecurrentLayout(mixers, new_cache, sum(tensor.nbytes for tensor in _state_tensors(cache)))
+    return RecurrentLayout(mixers, new_cache, sum(tensor.nbytes for tensor in tensors_of(cache)))
 
 
 def _tried_out(call: _Call, cache: Any, new_cache: NewCache, rounding: float) -> RecurrentMixer | None:
@@ -349,7 +335,7 @@ def _tried_out(call: _Call, cache: Any, new_cache: NewCache, rounding: float) ->
     noise = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(0)).to(hidden)
     named = {name: noise if value is hidden else value for name, value in call.named.items()}
     names = _argument_names(call.module)
-    mixer = RecurrentMixer(call.module, names, index, argument, continues_in_chunks=True, batches=True)
+    mixer = RecurrentMixer(call.module, names, index, argument, True, batches=True, has_other_singles=False)
     sequences = _Sequences(mixer, call.module.forward, named)
     last = sequences.num_tokens
     whole = _tensor(sequences.one(0, last, cache))
@@ -363,7 +349,21 @@ def _tried_out(call: _Call, cache: Any, new_cache: NewCache, rounding: float) ->
     other = new_cache()
     pieces = [sequences.one(0, 1, other), sequences.one(1, last, other)]
     continues = same(torch.cat([_tensor(piece) for piece in pieces], dim=1), whole)
-    return replace(mixer, continues_in_chunks=continues, batches=_batches(sequences, new_cache, last, same))
+    alone = new_cache()
+    sequences.one(0, last - 1, alone)
+    is_single_same = same(_tensor(sequences.one(last - 1, last, alone)), whole[:, last - 1 : last])
+    return replace(
+        mixer,
+        continues_in_chunks=continues,
+        batches=_batches(sequences, new_cache, last, same),
+        has_other_singles=_bounds_time_steps(call.module) or not is_single_same,
+    )
+
+
+def _bounds_time_steps(module: Any) -> bool:
+    """Whether time steps have a lower bound among several tokens, which shows only where one would be below it."""
+    limit = getattr(module, "time_step_limit", None)
+    return isinstance(limit, list | tuple) and limit[0] > 0
 
 
 def _batches(sequences: _Sequences, new_cache: NewCache, last: int, same: Callable[[Tensor, Tensor], bool]) -> bool:
@@ -415,17 +415,3 @@ def _unstack(stacked: Any, caches: Sequence[Any], layer_idx: int) -> None:
                 for key, state in value.items():
                     if isinstance(state, Tensor):
                         own[key].copy_(state[number : number + 1])
-
-
-def _state_tensors(cache: Any) -> Iterator[Tensor]:
-    """All tensors of a cache that no layer of attention has filled."""
-    layers = [vars(layer) for layer in getattr(cache, "layers", ())]
-    pending: list[Any] = [*layers, {k: v for k, v in vars(cache).items() if k != "layers"}]
-    while pending:
-        value = pending.pop()
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, dict):
-            pending += value.values()
-        elif isinstance(value, list | tuple):
-            pending += value

@@ -109,9 +109,10 @@ class _Budget:
             MemoryShare("logits", logits, f"{sampled} rows that sample, {facts.vocab_size} each"),
             MemoryShare("activations", activations, f"a step of {step_tokens} tokens"),
         ]
-        if facts.has_recurrent_state:
-            states = requests * facts.state_bytes_per_request
-            shares.append(MemoryShare("states", states, f"recurrent layers of {requests} requests"))
+        if facts.kept_states is not None:
+            tokens = num_blocks * min(layout.page_sizes)
+            states = requests * facts.state_bytes_per_request + tokens * facts.state_bytes_per_token
+            shares.append(MemoryShare("states", states, f"{facts.kept_states} of {requests} requests"))
         if self.is_captured:
             shares.append(MemoryShare("graphs", logits + activations, "the same once more"))
         return tuple(shares)
@@ -157,8 +158,8 @@ def resolve(
     """
     config = ContinuousBatchingConfig.from_any(config)
     log = _Log()
-    if facts.has_recurrent_state:
-        _refuse_graphs(config)
+    if facts.kept_states is not None:
+        _refuse_graphs(config, facts.kept_states)
     captured_paths = _captured_paths(config, facts, log)
     layout = CacheLayout.of(facts.cached_layers, config.page_size)
     default_margin = _scheduler_margin(config, scheduler_types)
@@ -185,7 +186,8 @@ def resolve(
         max_model_len=max_model_len,
         use_decode_path=max_decode_blocks > 0,
         share_blocks=_share_blocks(config, facts, log),
-        has_recurrent_state=facts.has_recurrent_state,
+        keeps_states=facts.kept_states is not None,
+        least_prompt_piece=facts.least_prompt_piece,
         async_depth=_async_depth(config, captured_paths, log),
         varlen_compile=compiled["varlen"],
         decode_compile=compiled["decode"],
@@ -229,8 +231,8 @@ def available_memory_bytes(root: Path = Path("/")) -> int:
     return max(0, min(available))
 
 
-def _refuse_graphs(config: ContinuousBatchingConfig) -> None:
-    """Raises if steps of a model with recurrent layers should be compiled or captured.
+def _refuse_graphs(config: ContinuousBatchingConfig, kept_states: str) -> None:
+    """Raises if steps of a model should be compiled or captured whose requests keep something beside the pages.
 
     Raises:
         ValueError: They should.
@@ -244,22 +246,22 @@ def _refuse_graphs(config: ContinuousBatchingConfig) -> None:
     for name, value in asked.items():
         if value is not None:
             raise ValueError(
-                f"{name} must be left out for a model with recurrent layers, which are called for each sequence of a "
-                f"step: no graph is the same for two steps; got {value!r}"
+                f"{name} must be left out for a model with {kept_states}, called for each sequence of a step: no "
+                f"graph is the same for two steps; got {value!r}"
             )
 
 
 def _share_blocks(config: ContinuousBatchingConfig, facts: ModelFacts, log: _Log) -> bool:
-    if config.allow_block_sharing and facts.has_recurrent_state:
-        why = "a cached prefix has no state of the recurrent layers"
+    if config.allow_block_sharing and facts.kept_states is not None:
+        why = f"a cached prefix has nothing of {facts.kept_states}"
         return log.decide("allow_block_sharing", True, False, why)
     return config.allow_block_sharing
 
 
 def _captured_paths(config: ContinuousBatchingConfig, facts: ModelFacts, log: _Log) -> tuple[_Path, ...]:
     asked = config.use_cuda_graph
-    if facts.has_recurrent_state:
-        return log.decide("use_cuda_graph", asked, (), "recurrent layers are called for each sequence")
+    if facts.kept_states is not None:
+        return log.decide("use_cuda_graph", asked, (), f"{facts.kept_states}: called for each sequence")
     if facts.has_graphs:
         if asked is None:
             log.decide("use_cuda_graph", None, (True, True), f"{facts.device_type} has graphs")
@@ -330,8 +332,8 @@ def _num_host_blocks(
     asked, threshold = config.cpu_offload_space, config.cpu_offload_space_safety_threshold
     if asked == 0:
         return 0
-    if facts.has_recurrent_state:
-        return log.decide("cpu_offload_space", asked, 0, "states of recurrent layers are computed again")
+    if facts.kept_states is not None:
+        return log.decide("cpu_offload_space", asked, 0, f"{facts.kept_states}: computed again")
     block_bytes = layout.block_bytes
     # Where device and host share their memory, the cache takes its part of it first.
     cache_bytes = num_blocks * block_bytes if facts.device_type in _SHARED_MEMORY_DEVICES else 0
@@ -419,7 +421,15 @@ def _max_decode_blocks(config: ContinuousBatchingConfig, hints: WorkloadHints, m
 
 
 def _max_batch_tokens(config: ContinuousBatchingConfig, budget: _Budget, num_blocks: int, log: _Log) -> int:
+    facts = budget.facts
     if config.max_batch_tokens is not None:
+        # A rest of one token more than a piece can neither run as one nor leave another.
+        least = 1 if facts.least_prompt_piece == 1 else 2 * facts.least_prompt_piece - 1
+        if config.max_batch_tokens < least:
+            raise ValueError(
+                f"max_batch_tokens must be at least {least} for this model, whose layers do something else with single "
+                f"tokens of a prompt, got {config.max_batch_tokens}"
+            )
         return config.max_batch_tokens
     at_most, why = _MAX_BATCH_TOKENS, "the most; memory would hold more"
     if budget.facts.device_type == "cpu":

@@ -112,14 +112,16 @@ class SchedulerLimits:
         max_requests: Requests that run at once, which is also the number of rows of the request table.
         safety_margin: Share of all blocks below which no new prefill starts, 0…1.
         max_decode_tokens: Longest context that the decode path takes; 0 turns it off.
-        can_fork: Whether a request can begin with what another one has computed of the same prompt.
+        keeps_states: Whether something of a request is kept beside the pages: a fork needs that, too.
+        least_prompt_piece: Tokens of a prompt that run at once at least, where it has as many.
     """
 
     max_batch_tokens: int
     max_requests: int
     safety_margin: float
     max_decode_tokens: int
-    can_fork: bool = True
+    keeps_states: bool = False
+    least_prompt_piece: int = 1
 
     @classmethod
     def of(cls, config: EngineConfig) -> SchedulerLimits:
@@ -130,7 +132,8 @@ class SchedulerLimits:
             config.max_requests,
             config.safety_margin,
             max_decode_tokens,
-            can_fork=not config.has_recurrent_state,
+            keeps_states=config.keeps_states,
+            least_prompt_piece=config.least_prompt_piece,
         )
 
 
@@ -170,10 +173,10 @@ class _Share:
 
 @dataclass(frozen=True, slots=True)
 class _Prefix:
-    """What a request has in the cache when it is admitted."""
+    """What a request has in the cache when it is admitted; `forked_row` is the one of the request it forks, if any."""
 
     num_tokens: int
-    is_fork: bool
+    forked_row: int | None
     block_copies: tuple[BlockCopy, ...]
 
 
@@ -240,6 +243,11 @@ class Scheduler:
         # In order of admission: the last one is the newest and the first to be preempted.
         self._running: dict[str, Request] = {}
         self._free_rows = list(range(limits.max_requests - 1, -1, -1))
+        # Since the last plan.
+        self._rows_left: list[int] = []
+        # Running requests whose state before the last token of the prompt is kept, and how many wait to fork it.
+        self._kept_states: dict[str, int] = {}
+        self._forked_rows: list[int] = []
         self._last_epoch = 0
 
     # ------------------------------------------------------------------------------------------ questions
@@ -363,9 +371,18 @@ class Scheduler:
             if row is None or wanted <= 0 or self._must_wait(request):
                 continue
             self._blocks.leave_window(request.request_id, request.num_computed)
-            count = self._make_room(request, wanted, draft)
+            count = self._piece(request, self._make_room(request, wanted, draft))
             if count > 0:
                 draft.grant(self._share(request, row, count))
+
+    def _piece(self, request: Request, count: int) -> int:
+        """How many of the next `count` tokens run, so that no piece of the prompt gets too small, this one or later."""
+        least = self._limits.least_prompt_piece
+        num_left = len(request.prompt_ids) - request.num_computed
+        if least == 1 or num_left <= count:
+            return count
+        count = min(count, num_left - least)
+        return count if count >= least else 0
 
     def _must_wait(self, request: Request) -> bool:
         """Whether tokens in flight keep the request from running: the last one, or any that its caller must see."""
@@ -411,10 +428,14 @@ class Scheduler:
         self._waiting.appendleft(request)
 
     def _admit_waiting(self, draft: _Draft) -> None:
-        while self._waiting and self._free_rows and draft.room(self._waiting[0]) > 0:
+        while self._waiting and self._free_rows and self._has_room(draft, self._waiting[0]):
             if not self._admit(self._waiting[0], draft):
                 return
             self._waiting.popleft()
+
+    def _has_room(self, draft: _Draft, request: Request) -> bool:
+        # What is cached of it only leaves less to run.
+        return self._piece(request, min(draft.room(request), request.num_tokens)) > 0
 
     def _admit(self, request: Request, draft: _Draft) -> bool:
         """Starts a waiting request if memory allows; never preempts for it."""
@@ -429,16 +450,21 @@ class Scheduler:
         if num_missing > blocks.num_available:
             blocks.release(request.request_id)
             return False
-        self._count_admission(len(token_ids), prefix)
+        self._count_admission(request, len(token_ids), prefix)
         num_restored = self._restore(request, prefix)
         row = self._enter_row(request, prefix.num_tokens, num_restored)
         wanted = min(len(token_ids) - request.num_computed, draft.room(request))
         # Fewer only where the whole pool is too small for what layers with windows hold in such a step.
-        count = blocks.num_addable_tokens(request.request_id, request.num_computed, wanted)
+        count = self._piece(request, blocks.num_addable_tokens(request.request_id, request.num_computed, wanted))
         share = self._share(request, row, count)
         share.table_update = BlockTableUpdate(row, blocks.entries(request.request_id))
         share.row_start = RowStart(
-            row, token_ids, len(request.prompt_ids), request.sampling, request.stop.eos_token_ids
+            row,
+            token_ids,
+            len(request.prompt_ids),
+            request.sampling,
+            request.stop.eos_token_ids,
+            forked_row=prefix.forked_row,
         )
         share.block_copies = prefix.block_copies
         draft.grant(share)
@@ -452,16 +478,14 @@ class Scheduler:
             # The prompt's last token is computed again: the child draws its own first token from it.
             num_tokens = len(request.prompt_ids) - 1
             block_copies = self._blocks.fork(parent.request_id, request.request_id, num_tokens)
-            return _Prefix(num_tokens, is_fork=True, block_copies=block_copies)
+            return _Prefix(num_tokens, forked_row=parent.row, block_copies=block_copies)
         # Log-probabilities of a prompt come with its tokens: what is cached is computed again for them.
         num_usable = len(token_ids) if request.is_prompt_scored else len(request.prompt_logprobs) + 1
         match = self._blocks.match_prefix(token_ids[:num_usable], request.cache_salt)
-        return _Prefix(self._blocks.start(request.request_id, match), is_fork=False, block_copies=())
+        return _Prefix(self._blocks.start(request.request_id, match), forked_row=None, block_copies=())
 
     def _parent_to_fork(self, request: Request, draft: _Draft) -> Request | None:
         """The request's parent if its cache holds this request's prompt."""
-        if not self._limits.can_fork:
-            return None
         parent = self._running.get(request.parent_id) if request.parent_id is not None else None
         if parent is None or request.generated or not _has_computed_prompt(parent):
             return None
@@ -469,6 +493,8 @@ class Scheduler:
         if draft.admits(parent.request_id) or parent.is_restoring or self._blocks.is_outdated(parent.request_id):
             return None
         if not self._blocks.can_fork(parent.request_id, len(request.prompt_ids) - 1):
+            return None
+        if self._limits.keeps_states and parent.request_id not in self._kept_states:
             return None
         # Once the parent has ended, its id may name a request that is no relation.
         is_related = parent.prompt_ids == request.prompt_ids and parent.cache_salt == request.cache_salt
@@ -492,9 +518,14 @@ class Scheduler:
         self.counters.restored_tokens += num_restored
         return num_restored
 
-    def _count_admission(self, num_tokens: int, prefix: _Prefix) -> None:
-        if prefix.is_fork:
+    def _count_admission(self, request: Request, num_tokens: int, prefix: _Prefix) -> None:
+        if prefix.forked_row is not None:
             self.counters.forks += 1
+            if request.parent_id in self._kept_states:
+                self._kept_states[request.parent_id] -= 1
+                if self._kept_states[request.parent_id] == 0:
+                    del self._kept_states[request.parent_id]
+                    self._forked_rows.append(prefix.forked_row)
         elif self._blocks.share_blocks:
             self.counters.prefix_queried_tokens += num_tokens
             self.counters.prefix_cached_tokens += prefix.num_tokens
@@ -520,6 +551,8 @@ class Scheduler:
             self._blocks.index_blocks(request.request_id, request.token_ids, request.num_computed)
         self._blocks.release(request.request_id)
         self._free_rows.append(request.row)
+        self._rows_left.append(request.row)
+        self._kept_states.pop(request.request_id, None)
         request.row = None
         request.is_restoring = False
         request.num_in_flight = 0
@@ -566,7 +599,12 @@ class Scheduler:
                 targets = request.prompt_ids[start + 1 : start + 1 + share.num_scored]
                 scored_prompts.append(ScoredPrompt(len(rows), start, tuple(targets)))
             num_samples += samples
-            rows.append(ScheduledRow(request.request_id, request.epoch, share.row, start, share.count, samples))
+            keeps_state = self._limits.keeps_states and self._has_forks_at(request, start + share.count)
+            if keeps_state:
+                self._kept_states[request.request_id] = len(self._children[request.request_id])
+            rows.append(
+                ScheduledRow(request.request_id, request.epoch, share.row, start, share.count, samples, keeps_state)
+            )
             num_tokens += share.count
             max_seq_len = max(max_seq_len, request.num_computed)
             if share.table_update is not None:
@@ -575,6 +613,8 @@ class Scheduler:
                 row_starts.append(share.row_start)
             block_copies += share.block_copies
         is_decode = num_tokens == len(rows) and max_seq_len <= self._limits.max_decode_tokens
+        rows_left, self._rows_left = tuple(self._rows_left), []
+        forked_rows, self._forked_rows = tuple(self._forked_rows), []
         return BatchPlan(
             path="decode" if is_decode else "varlen",
             rows=tuple(rows),
@@ -588,7 +628,15 @@ class Scheduler:
             host_rows=tuple(host_rows),
             logprob_rows=tuple(logprob_rows),
             scored_prompts=tuple(scored_prompts),
+            rows_left=rows_left,
+            forked_rows=forked_rows,
         )
+
+    def _has_forks_at(self, request: Request, end: int) -> bool:
+        """Whether others wait for the prompt of a request, and it ends with a step that computes `end` tokens."""
+        # A prompt of one token leaves nothing to begin with, and no fork could run its last one as part of a piece.
+        is_possible = 1 < end == len(request.prompt_ids) and self._limits.least_prompt_piece == 1
+        return is_possible and request.request_id in self._children
 
     # ---------------------------------------------------------------------------------------------- results
 

@@ -34,6 +34,8 @@ import transformers
 from transformers import GenerationConfig
 
 TRANSFORMERS = "transformers"
+# Kinds of outcomes of a type that runs, the better one first.
+_RUNS = ("works", "own cache")
 _MEMORY_LIMIT_BYTES = 24 * 2**30
 
 
@@ -193,14 +195,14 @@ def table(rows: list[Row], engines: list[str]) -> str:
 
 
 def _cell(row: Row) -> str:
-    text = f"**{row.kind}**" if row.kind == "works" else row.kind
+    text = f"**{row.kind}**" if row.kind in _RUNS else row.kind
     detail = " ".join(row.detail.split()).replace("|", "\\|")
     return f"{text}: {detail[:140]}{'…' if len(detail) > 140 else ''}" if detail else text
 
 
 def counts(rows: list[Row], engines: list[str]) -> str:
     """How many types ended in which way, for each engine; and which engines run the same ones."""
-    kinds = sorted({row.kind for row in rows}, key=lambda kind: (kind != "works", kind))
+    kinds = sorted({row.kind for row in rows}, key=lambda kind: (kind not in _RUNS, kind != "works", kind))
     lines = [f"| engine | {' | '.join(kinds)} |", "|---|" + "---:|" * len(kinds)]
     for engine in engines:
         number = Counter(row.kind for row in rows if row.engine == engine)
@@ -208,7 +210,7 @@ def counts(rows: list[Row], engines: list[str]) -> str:
     if TRANSFORMERS in engines:
         runs = {row.model_type: set[bool]() for row in rows}
         for row in rows:
-            if row.kind == "works":
+            if row.kind in _RUNS:
                 runs[row.model_type].add(row.engine == TRANSFORMERS)
         both = sum(len(found) == 2 for found in runs.values())
         lines.append(f"\nRun in both: {both}.")
@@ -222,7 +224,7 @@ def causes(rows: list[Row], engine: str) -> str:
     """The types that an engine does not run, by what it says, most types first."""
     groups: dict[str, list[Row]] = defaultdict(list)
     for row in rows:
-        if row.engine == engine and row.kind not in ("works", "not built"):
+        if row.engine == engine and row.kind not in (*_RUNS, "not built"):
             groups[_cause(row)].append(row)
     lines = [f"| {engine}: why not | types | |", "|---|---:|---|"]
     for cause, members in sorted(groups.items(), key=lambda item: (-len(item[1]), item[0])):

@@ -28,7 +28,8 @@ EXPERTS = {
     "shared_expert_intermediate_size": 32,
 }
 # One for each way in which a layer goes on from a state: gated delta nets, Mamba-2, Mamba-1 (one token at a time),
-# short convolutions, lightning attention (never batched), a layer with both, and a model without attention.
+# short convolutions, lightning attention (never batched), a layer with both, a model without attention, and one whose
+# single tokens differ.
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_next": {"head_dim": 16, "layer_types": ["linear_attention", "full_attention"] * 2, **DELTA_NET, **EXPERTS},
     "bamba": {"attn_layer_indices": [1, 3], "mamba_expand": 2, **MAMBA_2},
@@ -44,8 +45,18 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "minimax": {"layer_types": ["linear_attention", "full_attention"] * 2, "head_dim": 16, "num_local_experts": 2},
     "falcon_h1": {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 1, "mamba_d_state": 16},
     "mamba2": {"num_heads": 8, "head_dim": 16, "n_groups": 1, "state_size": 16, "expand": 2},
+    "zamba2": {
+        "layers_block_type": ["linear_attention", "hybrid"] * 2,
+        "attention_head_dim": 32,
+        "mamba_d_state": 16,
+        "mamba_ngroups": 1,
+        "n_mamba_heads": 8,
+        "adapter_rank": 8,
+        # A high bound, so that it is reached.
+        "time_step_min": 0.05,
+    },
 }
-ONE_AT_A_TIME, NEVER_BATCHED = {"jamba"}, {"minimax"}
+ONE_AT_A_TIME, NEVER_BATCHED, OTHER_SINGLES = {"jamba"}, {"minimax"}, {"zamba2"}
 PROMPTS = [[5, 9, 3, 7, 11, 2, 4] * n for n in (1, 3, 2, 4)] + [[4], [8, 8, 1]]
 LENGTH = 14
 REFERENCE = KernelConfig(default="reference")
@@ -102,16 +113,19 @@ def test_padding_reaches_no_state(tools, family: Family) -> None:
 def test_layers_are_asked_for_no_more_than_they_can_do(tools, family: Family) -> None:
     manager = cbtriton.ContinuousBatchingManager(family.model, tools.options(), tools.small(), None, REFERENCE)
     mixers = manager._layout.recurrent.mixers
-    assert len(mixers) == (4 if family.name in ("falcon_h1", "mamba2") else 2)
+    assert len(mixers) == (4 if family.name in ("falcon_h1", "mamba2", "zamba2") else 2)
     assert all(mixer.continues_in_chunks == (family.name not in ONE_AT_A_TIME) for mixer in mixers)
     assert all(mixer.batches == (family.name not in NEVER_BATCHED) for mixer in mixers)
+    assert all(mixer.has_other_singles == (family.name in OTHER_SINGLES) for mixer in mixers)
     manager.destroy()
     assert not [module for module in family.model.modules() if "forward" in vars(module)]
 
 
-def test_several_sequences_of_one_prompt_compute_it_each(tools, family: Family) -> None:
+@pytest.mark.parametrize("is_async", [False, True], ids=["synchronous", "asynchronous"])
+def test_several_sequences_of_one_prompt_begin_with_copies_of_its_state(tools, family: Family, is_async: bool) -> None:
     options = tools.options(num_return_sequences=3, do_sample=True, temperature=1e-6)
-    with tools.running(family.model, options, kernels=REFERENCE, page_size=4, max_batch_tokens=16) as manager:
+    settings = {"page_size": 4, "max_batch_tokens": 16, "use_async_batching": is_async}
+    with tools.running(family.model, options, kernels=REFERENCE, **settings) as manager:
         parents = manager.add_requests(PROMPTS[:3], max_new_tokens=LENGTH)
         names = {
             name: answer
@@ -119,7 +133,15 @@ def test_several_sequences_of_one_prompt_compute_it_each(tools, family: Family) 
             for name in (parent, f"{parent}__child#0", f"{parent}__child#1")
         }
         assert {name: manager.get_result(name).generated_tokens for name in names} == names
-        assert manager.stats().forks == 0
+        stats = manager.stats()
+        (name,) = manager.add_requests(PROMPTS[4:5], max_new_tokens=1)
+        manager.get_result(name)
+        with manager.pause():
+            left = manager.stats().bytes_by_purpose["states"]
+    # The last piece of a prompt is never a single token where those differ, so nobody can begin before it.
+    assert stats.forks == (0 if family.name in OTHER_SINGLES else 6)
+    state = manager.model_facts.state_bytes_per_request
+    assert state <= left <= 3 * state, "states go with their requests"
 
 
 @pytest.fixture(scope="module")
@@ -183,8 +205,8 @@ def test_what_recurrent_layers_cannot_have_is_refused_or_explained(tools, delta_
     assert not config.share_blocks
     assert config.num_host_blocks == 0
     reasons = {decision.field: decision.why for decision in config.decisions}
-    assert "state" in reasons["allow_block_sharing"]
-    assert "state" in reasons["cpu_offload_space"]
+    assert "recurrent layers" in reasons["allow_block_sharing"]
+    assert "recurrent layers" in reasons["cpu_offload_space"]
     (states,) = (share for share in config.memory_budget if share.purpose == "states")
     assert states.num_bytes == config.max_requests * delta_net_bytes(delta_net)
     with (
@@ -206,7 +228,8 @@ def test_layers_whose_state_nobody_can_keep_are_refused_by_name(tools) -> None:
     for module in family.model.modules():
         if type(module).__name__ == "Lfm2ShortConv":
             del module.layer_idx
-            module.forward = lambda hidden_states, **_: hidden_states
+            # They see the tokens before, and keep nothing of them.
+            module.forward = lambda hidden_states, **_: hidden_states.cumsum(1)
     with pytest.raises(UnsupportedModelError, match="layers of type conv, but none that keeps its state in a cache"):
         cbtriton.ContinuousBatchingManager(family.model, tools.options(), tools.small(), None, REFERENCE)
 

@@ -44,11 +44,12 @@ PLACES = {
     **dict.fromkeys(("sampling", "scheduler"), Place("host", 4)),
     "simulator": Place("host", 5),
     **dict.fromkeys(("kernel_set", "forward_context", "kv_cache", "request_table"), Place("device", 3)),
-    **dict.fromkeys(("logprobs", "ranges", "replaced_forward"), Place("device", 3)),
+    **dict.fromkeys(("logprobs", "ranges", "replaced_forward", "row_states"), Place("device", 3)),
     **dict.fromkeys(
         ("attention", "step_inputs", "host_processing", "compile", "packed_linear", "recurrent", "positions"),
         Place("device", 4),
     ),
+    **dict.fromkeys(("own_attention", "own_cache"), Place("device", 4)),
     **dict.fromkeys(("graphs", "model_adapter"), Place("device", 5)),
     "model_runner": Place("device", 6),
     **dict.fromkeys(("engine", "distributed", "router"), Place("top", 7)),
