@@ -45,13 +45,20 @@ class AttentionCall:
 
     Attributes:
         window: Tokens that a query sees, itself included; 0 means all.
+        chunk: A query sees tokens of its own chunk of so many positions; 0 means all.
         softcap: Soft cap of the scores; 0.0 means none.
         owner: Number of the call that keeps the keys and values: its own, or that of an earlier one with the same.
     """
 
     window: int
+    chunk: int
     softcap: float
     owner: int
+
+    @property
+    def most_seen(self) -> int:
+        """Tokens that a query sees at most, itself included; 0 means all."""
+        return self.window or self.chunk
 
 
 # Attribute of an attention module that holds its pages while an engine is attached.
@@ -74,6 +81,7 @@ class PagedLayer:
         value: See `LayerCache.value`.
         is_owner: Whether the call writes the pages, or reads what another one wrote.
         window: See `AttentionCall.window`.
+        chunk: See `AttentionCall.chunk`.
         softcap: See `AttentionCall.softcap`.
         group: The group; not its number, which would be a constant of a graph that other groups share.
     """
@@ -82,6 +90,7 @@ class PagedLayer:
     value: Tensor
     is_owner: bool
     window: int
+    chunk: int
     softcap: float
     group: _Group
 
@@ -117,7 +126,7 @@ class PagedAttention:
             for owner, layer, place in zip(owners, layers, places, strict=bool(calls))
         }
         self._layers = tuple(
-            PagedLayer(layer.key, layer.value, call.owner == number, call.window, call.softcap, group)
+            PagedLayer(layer.key, layer.value, call.owner == number, call.window, call.chunk, call.softcap, group)
             for number, call in enumerate(calls)
             for layer, group in [pages[call.owner]]
         )
@@ -164,6 +173,7 @@ class PagedAttention:
         attention_mask: Tensor | None,
         scaling: float | None = None,
         s_aux: Tensor | None = None,
+        alibi_slopes: Tensor | None = None,
         **_: Any,
     ) -> tuple[Tensor, None]:
         """Transformers' attention function.
@@ -176,6 +186,7 @@ class PagedAttention:
             attention_mask: Always None: no mask function is registered under this implementation's name.
             scaling: Factor of the scores; `key_dim ** -0.5` when the model leaves it out.
             s_aux: `[num_heads]` attention sinks, or None.
+            alibi_slopes: `[num_heads]` float32, what a key's score changes by with each position, or None.
 
         Returns:
             `[1, num_tokens, num_heads, value_dim]` and None.
@@ -190,7 +201,8 @@ class PagedAttention:
         tokens = query[0].transpose(0, 1)
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         where = (layer.key, layer.value, context.block_tables, context.rows)
-        how = (context.attention_plan, scale, layer.window, layer.softcap, s_aux, context.max_kv)
+        scoring = (scale, layer.window, layer.chunk, layer.softcap, s_aux, alibi_slopes)
+        how = (context.attention_plan, *scoring, context.max_kv)
         if context.path == "decode":
             out = self._kernels.decode_attention(tokens, *where, context.seq_lens, *how)
         else:

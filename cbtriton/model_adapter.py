@@ -34,11 +34,13 @@ from cbtriton.recurrent import MixerRecorder, RecurrentLayout
 
 _logger = logging.getLogger(__name__)
 
-ATTENTION_LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "attention"})
+ATTENTION_LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "chunked_attention", "attention"})
 RECURRENT_LAYER_TYPES = frozenset({"linear_attention", "conv", "hybrid", "hybrid_sliding", "mamba"})
 # Layers of these types keep nothing of earlier tokens.
 _OTHER_LAYER_TYPES = frozenset({"moe", "mlp"})
-UNDERSTOOD_ARGUMENTS = frozenset({"scaling", "sliding_window", "softcap", "s_aux"}) | HARMLESS_ARGUMENTS
+UNDERSTOOD_ARGUMENTS = (
+    frozenset({"scaling", "sliding_window", "attention_chunk", "softcap", "s_aux", "alibi_slopes"}) | HARMLESS_ARGUMENTS
+)
 # Must not contain "flash" nor begin with "paged|": transformers gives those names a meaning.
 _NAME_PREFIX = "cbtriton_"
 # The dry run only has to be long enough for shapes to be told apart.
@@ -91,7 +93,7 @@ class ModelLayout:
             return tuple(geometry.cached_layer(window) for geometry in self.geometries)
         windows: dict[int, list[int]] = {}
         for call in self.calls:
-            windows.setdefault(call.owner, []).append(call.window)
+            windows.setdefault(call.owner, []).append(call.most_seen)
         # What several calls read stays as long as the one that sees furthest needs it.
         kept = (max(seen) if all(seen) else 0 for _, seen in sorted(windows.items()))
         return tuple(geometry.cached_layer(window) for geometry, window in zip(self.geometries, kept, strict=True))
@@ -416,7 +418,7 @@ class ModelAdapter:
                     "cannot be paged"
                 )
             if self._takes_position_ids:
-                self._position_offset = position_offset(self.model)
+                self._position_offset = position_offset(self.model, self._own_attention.arguments(self.device))
             few, more = (self._dry_run(_DRY_RUN_TOKENS + number) for number in (0, _MORE_DRY_RUN_TOKENS))
         finally:
             self.detach()
@@ -530,7 +532,7 @@ class _Recorder:
         self.geometries: list[LayerGeometry] = []
         # Kept, so that no later tensor can be taken for one of them.
         self._kept: list[tuple[Tensor, Tensor]] = []
-        self._masks: list[tuple[Tensor, int]] = []
+        self._masks: list[tuple[Tensor, dict[str, int]]] = []
         self._is_recording = True
 
     def stop(self) -> None:
@@ -541,13 +543,13 @@ class _Recorder:
 
     @contextmanager
     def masks_under(self, name: str) -> Iterator[None]:
-        """Lets the model make masks within the context, and notes the window of each."""
+        """Lets the model make masks within the context, and notes the window or the chunk of each."""
         from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 
         def mask(*args: Any, **kwargs: Any) -> Tensor | None:
             made = sdpa_mask(*args, **(kwargs | {"allow_is_causal_skip": False}))
             if made is not None:
-                self._masks.append((made, kwargs.get("local_size") or 0))
+                self._masks.append((made, _seen_by(kwargs.get("mask_function"), kwargs.get("local_size") or 0)))
             return made
 
         ALL_MASK_ATTENTION_FUNCTIONS.register(name, mask)
@@ -566,8 +568,7 @@ class _Recorder:
 
     def _window_of(self, attention_mask: Tensor | None) -> dict[str, int]:
         """That of the mask, where it is one: plain models see what their mask shows, whatever else they are told."""
-        windows = [window for mask, window in self._masks if mask is attention_mask]
-        return {"sliding_window": windows[0]} if windows else {}
+        return next((seen for mask, seen in self._masks if mask is attention_mask), {})
 
     def _record(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, kwargs: Mapping[str, Any]) -> None:
         name = type(module).__name__
@@ -582,10 +583,10 @@ class _Recorder:
                 "one packed sequence"
             )
         owner = self._owner(key, value)
-        window, softcap = kwargs.get("sliding_window") or 0, kwargs.get("softcap") or 0.0
+        window, chunk = kwargs.get("sliding_window") or 0, kwargs.get("attention_chunk") or 0
         if owner == len(self.calls):
             self.geometries.append(LayerGeometry(key.shape[1], key.shape[3], value.shape[3], key.dtype))
-        self.calls.append(AttentionCall(window, softcap, owner))
+        self.calls.append(AttentionCall(window, chunk, kwargs.get("softcap") or 0.0, owner))
         self.modules.append(module)
         self._kept.append((key, value))
 
@@ -595,6 +596,23 @@ class _Recorder:
             if key is other_key and value is other_value:
                 return number
         return len(self.calls)
+
+
+def _seen_by(mask_function: Callable[..., Any] | None, size: int) -> dict[str, int]:
+    """What a mask of so many tokens, 0 for all, is to attention: a window that moves, or a chunk that stands still."""
+    if size > 1 and mask_function is not None and _is_chunk(mask_function, size):
+        return {"sliding_window": 0, "attention_chunk": size}
+    return {"sliding_window": size}
+
+
+def _is_chunk(mask_function: Callable[..., Any], size: int) -> bool:
+    # The first token of the second chunk, whose window would begin with the second token of all.
+    first, query, key = (torch.tensor(position) for position in (0, size, 1))
+    try:
+        return not mask_function(first, first, query, key)
+    except IndexError:
+        # It also looks up which tokens are parts of an image, and these are only known within the pass.
+        return False
 
 
 def _reserve_name(adapter: ModelAdapter) -> str:
@@ -647,14 +665,17 @@ def _refuse_layer_types(model: Any) -> None:
 
 def _check_windows(text_config: Any, calls: list[AttentionCall]) -> None:
     """Refuses models whose window is known to their mask only: without a mask it would silently not apply."""
-    layer_types = getattr(text_config, "layer_types", None) or ()
-    expected = sum(layer_type == "sliding_attention" for layer_type in layer_types)
-    actual = sum(call.window > 0 for call in calls)
-    if actual < expected:
-        raise UnsupportedModelError(
-            f"the configuration names {expected} sliding-window layers, but only {actual} attention calls say so; "
-            "this model keeps its window in the mask, which is not supported"
-        )
+    layer_types = list(getattr(text_config, "layer_types", None) or ())
+    for kind, sizes in (
+        ("sliding_attention", [call.window for call in calls]),
+        ("chunked_attention", [call.chunk for call in calls]),
+    ):
+        expected, actual = layer_types.count(kind), sum(size > 0 for size in sizes)
+        if actual < expected:
+            raise UnsupportedModelError(
+                f"the configuration names {expected} layers of type {kind}, but only {actual} attention calls say so, "
+                "in neither their arguments nor their mask"
+            )
 
 
 def _rope_parameters(text_config: Any) -> list[Mapping[str, Any]]:

@@ -50,6 +50,8 @@ CASES: dict[str, dict[str, Any]] = {
     "base": {},
     "page_256": {"page_size": 256, "head_size": 128, "cache_tokens": 2**19},
     "options": {"head_size": 128, "window": 1024, "softcap": 30.0, "sinks": True},
+    "chunk": {"head_size": 128, "chunk": 1024},
+    "slopes": {"head_size": 128, "slopes": True},
     "odd": {"page_size": 24, "head_size": 80, "group": 3},
     # Other vocabularies, for `sample` alone and with its filters on.
     **{f"v{size}": {"vocab_size": size, "window": 1} for size in (32000, 49152, 152064, 262144)},
@@ -69,6 +71,8 @@ class Shape:
         window: Keys that a query sees, 0 for all.
         softcap: Bound of the scores, 0 for none.
         sinks: Whether heads have sinks.
+        chunk: Size of the chunks that queries see, 0 for none.
+        slopes: Whether heads have slopes.
         vocab_size: Logits per row.
     """
 
@@ -80,6 +84,8 @@ class Shape:
     window: int = 0
     softcap: float = 0.0
     sinks: bool = False
+    chunk: int = 0
+    slopes: bool = False
     vocab_size: int = 128_256
 
 
@@ -370,8 +376,10 @@ def _attention(shape: Shape, num_tokens: int) -> Step:
         **_caches(shape),
         "scale": shape.head_size**-0.5,
         "window": shape.window,
+        "chunk": shape.chunk,
         "softcap": shape.softcap,
         "sinks": _meta(heads, dtype=shape.dtype) if shape.sinks else None,
+        "alibi_slopes": _meta(heads, dtype=torch.float32) if shape.slopes else None,
     }
     return {**of_step, **of_layer}, {**of_step, "page_size": shape.page_size}
 

@@ -19,6 +19,8 @@ from torch import Tensor
 _GATHER_BYTES = 2 << 20
 # Query tokens per masked call: bounds the mask and the explicit path's scores, and lets early queries skip late keys.
 _QUERIES_PER_CALL = 512
+# Where the mask is another one for each head.
+_BIASED_QUERIES_PER_CALL = 64
 # Shorter common beginnings are not worth a call of their own.
 _MIN_SHARED_TOKENS = 64
 
@@ -30,14 +32,46 @@ class Scoring:
     Attributes:
         scale: Multiplies the dot products.
         window: Each query sees only this many keys, its own included; 0 means all.
+        chunk: Each query sees only keys of its own chunk of so many positions; 0 means all.
         softcap: Scores become `softcap * tanh(score / softcap)`; 0.0 means off.
         sinks: `[Hq]`, an additional logit per head in the softmax's denominator; None means none.
+        alibi_slopes: `[Hq]`, what the score of a key changes by with each position that it is nearer; None means none.
     """
 
     scale: float
     window: int
+    chunk: int
     softcap: float
     sinks: Tensor | None
+    alibi_slopes: Tensor | None
+
+    def __post_init__(self) -> None:
+        if self.window and self.chunk:
+            raise ValueError(
+                f"a layer has a window or a chunk, got a window of {self.window} and chunks of {self.chunk}"
+            )
+
+    def first_seen(self, position: int) -> int:
+        """The first key that the query at `position` sees."""
+        if self.chunk:
+            return position // self.chunk * self.chunk
+        return max(0, position - self.window + 1) if self.window else 0
+
+    def mask(self, queries: Tensor, keys: Tensor) -> Tensor:
+        """What is added to scores: `[Q, K]` float32, or `[Hq, Q, K]` with slopes.
+
+        Args:
+            queries: `[Q]`, positions.
+            keys: `[K]`, positions.
+        """
+        distances = keys - queries[:, None]
+        allowed = distances <= 0
+        if self.window:
+            allowed &= distances > -self.window
+        if self.chunk:
+            allowed &= keys // self.chunk == queries[:, None] // self.chunk
+        added = _additive_mask(allowed)
+        return added if self.alibi_slopes is None else added + self.alibi_slopes[:, None, None] * distances
 
 
 def plan_slots(
@@ -89,10 +123,11 @@ def attend_single(
     out = values.new_zeros(*query.shape[:3], value_dim)
     lse = torch.full(query.shape[:3], -torch.inf, device=out.device)
     has_flash = _has_flash(query, keys, values, scoring)
-    families = _families(plan, lengths) if has_flash and not scoring.window else []
+    has_all_keys = not scoring.window and not scoring.chunk
+    families = _families(plan, lengths) if has_flash and has_all_keys and scoring.alibi_slopes is None else []
 
     # Where the keys begin that a row attends to by itself.
-    begins = [max(0, length - scoring.window) if scoring.window else 0 for length in lengths]
+    begins = [scoring.first_seen(max(0, length - 1)) for length in lengths]
     for family in families:
         for row in family.rows:
             begins[row] = family.num_shared
@@ -104,10 +139,15 @@ def attend_single(
         last = torch.tensor([[lengths[row] - 1] for row in group], device=plan.device)
         first = torch.tensor([[begins[row]] for row in group], device=plan.device)
         positions = last - torch.arange(longest - 1, -1, -1, device=plan.device)
-        slots = plan[index[:, None], positions.clamp(min=0)].flatten()
+        # What lies in front of the first one may be anybody's by now.
+        slots = plan[index[:, None], torch.maximum(positions, first)].flatten()
         key = keys.index_select(0, slots).unflatten(0, positions.shape).transpose(1, 2)
         value = values.index_select(0, slots).unflatten(0, positions.shape).transpose(1, 2)
         mask = _additive_mask(positions >= first)[:, None, None, :] if longest != shortest else None
+        if scoring.alibi_slopes is not None:
+            slopes = scoring.alibi_slopes.view(1, num_kv_heads, -1, 1)
+            biases = slopes * (positions - last)[:, None, None, :]
+            mask = biases if mask is None else biases + mask
         if has_flash:
             out[index], lse[index] = _flash(query[index], key, value, mask, scoring.scale)
         else:
@@ -198,15 +238,19 @@ def attend_sequence(
     sinks = None if scoring.sinks is None else scoring.sinks.view(num_kv_heads, -1, 1)
     pieces = []
     end = length - len(query)
-    for piece in query.split(_QUERIES_PER_CALL):
-        begin = max(0, end - scoring.window + 1) if scoring.window else 0
+    for piece in query.split(_QUERIES_PER_CALL if scoring.alibi_slopes is None else _BIASED_QUERIES_PER_CALL):
+        begin = scoring.first_seen(end)
+        positions = torch.arange(begin, end + len(piece), device=slots.device)
+        mask = scoring.mask(positions[end - begin :], positions)
+        if scoring.alibi_slopes is not None:
+            mask = mask.unflatten(0, (num_kv_heads, -1))
         end += len(piece)
         seen = slots[begin:end]
         attended = _attend(
             piece.unflatten(1, (num_kv_heads, -1)).permute(1, 2, 0, 3),
             keys.index_select(0, seen).transpose(0, 1).unsqueeze(1),
             values.index_select(0, seen).transpose(0, 1).unsqueeze(1),
-            _additive_mask(_sees(len(piece), end - begin, scoring.window, slots.device)),
+            mask,
             scoring,
             sinks,
         )
@@ -230,13 +274,6 @@ def _groups(seen: list[int], max_tokens: int) -> Iterator[list[int]]:
         group.append(row)
     if group:
         yield group
-
-
-def _sees(num_queries: int, num_keys: int, window: int, device: torch.device) -> Tensor:
-    """`[num_queries, num_keys]` bool: which keys the last `num_queries` positions see."""
-    context = num_keys - num_queries
-    allowed = torch.ones(num_queries, num_keys, dtype=torch.bool, device=device).tril_(context)
-    return allowed.triu_(context - window + 1) if window else allowed
 
 
 def _additive_mask(allowed: Tensor) -> Tensor:

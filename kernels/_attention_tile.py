@@ -20,6 +20,7 @@ of the multiplications. `D1` is 0 for powers of two, and masked where it is not 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -47,13 +48,40 @@ def split_head_dim(dim: int, least: int) -> tuple[int, int]:
     return first, 0 if rest <= 0 else max(least, power_of_two(rest))
 
 
+@dataclass(frozen=True, slots=True)
+class LayerOptions:
+    """Which code a layer needs.
+
+    Attributes:
+        has_window: Whether a query does not see all keys in front of it. A chunk is a window that stands still: kernels
+            get its size in place of the window's.
+        is_chunk: Whether it is one.
+        has_softcap: Whether scores are capped.
+        has_alibi: Whether heads have slopes.
+    """
+
+    has_window: bool
+    is_chunk: bool
+    has_softcap: bool
+    has_alibi: bool
+
+    @classmethod
+    def of(cls, window: int, chunk: int, softcap: float, alibi_slopes: Tensor | None) -> LayerOptions:
+        """Those of a call.
+
+        Raises:
+            ValueError: There are a window and a chunk.
+        """
+        if window and chunk:
+            raise ValueError(f"a layer has a window or a chunk, got a window of {window} and chunks of {chunk}")
+        return cls(window > 0 or chunk > 0, chunk > 0, softcap != 0.0, alibi_slopes is not None)
+
+
 def layer_constants(
-    query: Tensor, key_cache: Tensor, value_cache: Tensor, window: int, softcap: float, target: str
+    query: Tensor, key_cache: Tensor, value_cache: Tensor, layer: LayerOptions, target: str
 ) -> Mapping[str, Any]:
     """The constants that every attention kernel takes: `query [_, Hq, Dk]`, caches `[N, P, Hkv, D]`."""
-    return constants_of_shapes(
-        query.shape[1], *key_cache.shape[1:], value_cache.shape[3], window > 0, softcap != 0.0, min_dot(target)
-    )
+    return constants_of_shapes(query.shape[1], *key_cache.shape[1:], value_cache.shape[3], layer, min_dot(target))
 
 
 @cache
@@ -63,8 +91,7 @@ def constants_of_shapes(
     kv_heads: int,
     key_dim: int,
     value_dim: int,
-    has_window: bool,
-    has_softcap: bool,
+    layer: LayerOptions,
     least: int,
 ) -> Mapping[str, Any]:
     """The same from plain numbers; `least` is the shortest side of a product."""
@@ -79,8 +106,10 @@ def constants_of_shapes(
         "VALUE_DIM": value_dim,
         "V0": v0,
         "V1": v1,
-        "HAS_WINDOW": has_window,
-        "HAS_SOFTCAP": has_softcap,
+        "HAS_WINDOW": layer.has_window,
+        "IS_CHUNK": layer.is_chunk,
+        "HAS_SOFTCAP": layer.has_softcap,
+        "HAS_ALIBI": layer.has_alibi,
     }
 
 
@@ -168,6 +197,27 @@ def score_tile(
 def score_factor(scale, HAS_SOFTCAP: tl.constexpr):
     """What takes the scores of `score_tile` to units of log2."""
     return tl.full([], LOG2_E, tl.float32) if HAS_SOFTCAP else scale * LOG2_E
+
+
+@triton.jit
+def first_seen(position, window, IS_CHUNK: tl.constexpr):
+    """The first key that the query at `position` sees, of a chunk or of a window that moves with it."""
+    return position // window * window if IS_CHUNK else tl.maximum(position - window + 1, 0)
+
+
+@triton.jit
+def load_slopes(slopes_ptr, heads, is_head, scale, HAS_SOFTCAP: tl.constexpr):
+    """`[BM]` slopes of each row's head in units of `score_tile`, before `score_factor`."""
+    slopes = tl.load(slopes_ptr + heads, mask=is_head, other=0.0)
+    return slopes if HAS_SOFTCAP else slopes / scale
+
+
+@triton.jit
+def add_biases(scores, slopes, distances):
+    """Scores with each row's slope times the distances `[BM or 1, TILE]` from its position to the keys."""
+    return tl.fma(
+        tl.broadcast_to(distances.to(tl.float32), scores.shape), tl.broadcast_to(slopes[:, None], scores.shape), scores
+    )
 
 
 @triton.jit

@@ -172,6 +172,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "gpt2, scale by layer": ("gpt2", {"scale_attn_by_inverse_layer_idx": True}),
+    # Queries are scaled by their position from the fourth token on.
+    "llama4_text, tuned": ("llama4_text", {"floor_scale": 4, "attn_scale": 0.5}),
     "llama, yarn": ("llama", {"rope_parameters": _YARN}),
     "minimax_m2, window": ("minimax_m2", {"sliding_window": WINDOW}),
     "mixtral, window": ("mixtral", {"sliding_window": WINDOW}),
@@ -290,10 +292,10 @@ class Outcome:
     """What became of one type.
 
     Attributes:
-        kind: `works`: log-probabilities are the plain model's, and tokens are the likeliest. `own cache`: likewise, but the
-            model runs on transformers' own cache, one sequence after the other. `differs`: it answers, and something is
-            not. `refused`: the engine says beforehand that it cannot. `failed`: anything else. `not built`: there is no
-            tiny model.
+        kind: `works`: log-probabilities are the plain model's, and tokens are the likeliest. `own cache`: likewise, and
+            the model runs on transformers' own cache, one sequence after the other. `differs`: it answers, and some
+            of it is not so. `refused`: the engine says beforehand that it cannot. `not built`: there is no tiny
+            model. `failed`: anything else.
         detail: Why, where it does not work; what else there is to know, where it does.
         error: Largest difference of a log-probability, relative to the largest logit where that is above 1.
     """

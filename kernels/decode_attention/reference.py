@@ -22,8 +22,10 @@ def decode_attention(
     plan: Tensor,
     scale: float,
     window: int,
+    chunk: int,
     softcap: float,
     sinks: Tensor | None,
+    alibi_slopes: Tensor | None,
     max_kv: int,
 ) -> Tensor:
     """Attention of one query token per row, the last of its row's context.
@@ -38,14 +40,18 @@ def decode_attention(
         plan: What this module's `plan` returned for the step.
         scale: Multiplies the dot products.
         window: Each query sees only the last `window` keys, its own included; 0 means all.
+        chunk: Each query sees only keys of its own chunk: positions `i * chunk … (i + 1) * chunk - 1`; 0 means all. Not
+            together with a window.
         softcap: Scores become `softcap * tanh(score / softcap)`; 0.0 means off.
         sinks: `[Hq]`, an additional logit per head in the softmax's denominator; None means none.
+        alibi_slopes: `[Hq]` float32; each score gets a head's slope times how far the key is behind the query, a number
+            up to 0 (Press et al. 2022, "Train Short, Test Long"); None means none.
         max_kv: At least the longest of `seq_lens`.
 
     Returns:
         `[R, Hq, Dv]` contiguous, of the caches' dtype.
     """
-    scoring = Scoring(scale, window, softcap, sinks)
+    scoring = Scoring(scale, window, chunk, softcap, sinks, alibi_slopes)
     return attend_single(query, key_cache, value_cache, plan, seq_lens.tolist(), scoring)
 
 
@@ -60,8 +66,10 @@ def _(
     plan: Tensor,
     scale: float,
     window: int,
+    chunk: int,
     softcap: float,
     sinks: Tensor | None,
+    alibi_slopes: Tensor | None,
     max_kv: int,
 ) -> Tensor:
     return value_cache.new_empty(query.shape[0], query.shape[1], value_cache.shape[3])

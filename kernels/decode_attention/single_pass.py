@@ -19,11 +19,15 @@ import triton.language as tl
 from torch import Tensor
 
 from cbtriton.kernels._attention_tile import (
+    LayerOptions,
+    add_biases,
     add_values,
     constants_of_shapes,
+    first_seen,
     heads_per_program,
     load_page_ids,
     load_rows,
+    load_slopes,
     min_dot,
     score_factor,
     score_tile,
@@ -68,6 +72,7 @@ def _decode(
     rows_ptr,
     seq_lens_ptr,
     sinks_ptr,
+    slopes_ptr,
     out_ptr,
     scale,
     window,
@@ -85,7 +90,9 @@ def _decode(
     V0: tl.constexpr,
     V1: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
+    IS_CHUNK: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
+    HAS_ALIBI: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     HEADS: tl.constexpr,
     TILE: tl.constexpr,
@@ -106,8 +113,11 @@ def _decode(
 
     length = tl.load(seq_lens_ptr + entry)
     last = length - 1
-    first = tl.maximum(length - window, 0) if HAS_WINDOW else 0
+    # Rows without any key are padding: their position is 0 here, and no tile follows.
+    first = first_seen(tl.maximum(last, 0), window, IS_CHUNK) if HAS_WINDOW else 0
     factor = score_factor(scale, HAS_SOFTCAP)
+    if HAS_ALIBI:
+        slopes = load_slopes(slopes_ptr, heads, is_head, scale, HAS_SOFTCAP)
     peak = tl.full([HEADS], float("-inf"), tl.float32)
     total = tl.zeros([HEADS], tl.float32)
     acc0 = tl.zeros([HEADS, V0], tl.float32)
@@ -119,6 +129,8 @@ def _decode(
         pages = load_page_ids(table_ptr, start + TILE, first, last, PAGE, TILE)
         scores = score_tile(q0, q1, key_ptr, slots, KV_HEADS * KEY_DIM, scale, softcap, KEY_DIM, D0, D1, HAS_SOFTCAP)
         positions = start + tl.arange(0, TILE)
+        if HAS_ALIBI:
+            scores = add_biases(scores, slopes, (positions - last)[None, :])
         is_seen = (positions >= first) & (positions <= last)
         scores = tl.where(is_seen[None, :], scores, float("-inf"))
         peak, total, weights, decay = softmax_step(peak, total, scores, factor)
@@ -149,14 +161,12 @@ def _config(
     key_dim: int,
     value_dim: int,
     itemsize: int,
-    has_window: bool,
-    has_softcap: bool,
+    layer: LayerOptions,
     has_sinks: bool,
 ) -> tuple[int, Mapping[str, Any]]:
     """Programs of a row, and options and constants of the launch."""
     config = pick(_LAUNCHES[target], key_dim * itemsize, "bytes of a key head")
-    flags = (has_window, has_softcap, min_dot(target))
-    constants = constants_of_shapes(num_heads, page_size, kv_heads, key_dim, value_dim, *flags)
+    constants = constants_of_shapes(num_heads, page_size, kv_heads, key_dim, value_dim, layer, min_dot(target))
     heads = heads_per_program(constants["GROUP"], target)
     options = {
         "HAS_SINKS": has_sinks,
@@ -180,15 +190,18 @@ def decode_attention(
     plan: Tensor,
     scale: float,
     window: int,
+    chunk: int,
     softcap: float,
     sinks: Tensor | None,
+    alibi_slopes: Tensor | None,
     max_kv: int,
 ) -> Tensor:
     """Attention of one query token per row; see `reference.decode_attention`."""
     num_rows, num_heads, _ = query.shape
     value_dim = value_cache.shape[3]
     sizes = (num_heads, *key_cache.shape[1:], value_dim, key_cache.itemsize)
-    programs, options = _config(target_of(query.device), *sizes, window > 0, softcap != 0.0, sinks is not None)
+    layer = LayerOptions.of(window, chunk, softcap, alibi_slopes)
+    programs, options = _config(target_of(query.device), *sizes, layer, sinks is not None)
     out = value_cache.new_empty(num_rows, num_heads, value_dim)
     launch(
         _decode,
@@ -200,9 +213,10 @@ def decode_attention(
         rows,
         seq_lens,
         sinks,
+        alibi_slopes,
         out,
         scale,
-        window,
+        window or chunk,
         softcap,
         *query.stride()[:2],
         block_tables.stride(0),
@@ -222,8 +236,10 @@ def _(
     plan: Tensor,
     scale: float,
     window: int,
+    chunk: int,
     softcap: float,
     sinks: Tensor | None,
+    alibi_slopes: Tensor | None,
     max_kv: int,
 ) -> Tensor:
     return value_cache.new_empty(query.shape[0], query.shape[1], value_cache.shape[3])

@@ -23,11 +23,15 @@ from torch import Tensor
 
 from cbtriton.kernels._attention_tile import (
     LOG2_E,
+    LayerOptions,
+    add_biases,
     add_values,
+    first_seen,
     heads_per_program,
     layer_constants,
     load_page_ids,
     load_rows,
+    load_slopes,
     score_factor,
     score_tile,
     softmax_step,
@@ -143,6 +147,7 @@ def _attend_splits(
     ends_ptr,
     partial_ptr,
     lse_ptr,
+    slopes_ptr,
     num_rows,
     window_splits,
     scale,
@@ -161,7 +166,9 @@ def _attend_splits(
     V0: tl.constexpr,
     V1: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
+    IS_CHUNK: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
+    HAS_ALIBI: tl.constexpr,
     ANY_QUERY_LEN: tl.constexpr,
     SPLIT: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
@@ -181,7 +188,7 @@ def _attend_splits(
             entry = item // window_splits
             length = _decode_length(entry, entry >= 0, cu_seqlens_q_ptr, seq_lens_ptr, ANY_QUERY_LEN)
             size = SPLIT
-            first = tl.maximum(length - window, 0)
+            first = first_seen(tl.maximum(length - 1, 0), window, IS_CHUNK)
             begin = (first // size + item % window_splits) * size
         else:
             entry = _first_above(ends_ptr, num_rows, item)
@@ -208,6 +215,8 @@ def _attend_splits(
             total = tl.zeros([HEADS], tl.float32)
             acc0 = tl.zeros([HEADS, V0], tl.float32)
             acc1 = tl.zeros([HEADS, V1 if V1 > 0 else 1], tl.float32)
+            if HAS_ALIBI:
+                slopes = load_slopes(slopes_ptr, heads, is_head, scale, HAS_SOFTCAP)
             low = tl.maximum(begin, first)
             tiles_begin = low // TILE * TILE
             pages = load_page_ids(table_ptr, tiles_begin, low, last, PAGE, TILE)
@@ -218,6 +227,9 @@ def _attend_splits(
                     q0, q1, key_ptr, slots, KV_HEADS * KEY_DIM, scale, softcap, KEY_DIM, D0, D1, HAS_SOFTCAP
                 )
                 positions = start + tl.arange(0, TILE)
+                if HAS_ALIBI:
+                    # The query is the row's last token, which may lie in a later split.
+                    scores = add_biases(scores, slopes, (positions - (length - 1))[None, :])
                 is_seen = (positions >= low) & (positions <= last)
                 scores = tl.where(is_seen[None, :], scores, float("-inf"))
                 peak, total, weights, decay = softmax_step(peak, total, scores, factor)
@@ -247,6 +259,7 @@ def _merge_splits(
     VALUE_DIM: tl.constexpr,
     DIMS: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
+    IS_CHUNK: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     ANY_QUERY_LEN: tl.constexpr,
     SPLIT: tl.constexpr,
@@ -255,7 +268,7 @@ def _merge_splits(
     entry, head = tl.program_id(0), tl.program_id(1)
     length = _decode_length(entry, entry >= 0, cu_seqlens_q_ptr, seq_lens_ptr, ANY_QUERY_LEN)
     if HAS_WINDOW:
-        count = tl.cdiv(length, SPLIT) - tl.maximum(length - window, 0) // SPLIT
+        count = tl.cdiv(length, SPLIT) - first_seen(tl.maximum(length - 1, 0), window, IS_CHUNK) // SPLIT
         item = entry * window_splits
     else:
         count = tl.cdiv(length, _split_size(length, SPLIT, MAX_SPLITS))
@@ -330,8 +343,10 @@ def attend(
     ends: Tensor,
     scale: float,
     window: int,
+    chunk: int,
     softcap: float,
     sinks: Tensor | None,
+    alibi_slopes: Tensor | None,
     max_kv: int,
 ) -> None:
     """Launches attention of the rows with one query token, for this slot and for mixed steps of `varlen_attention`.
@@ -349,15 +364,21 @@ def attend(
         ends: What `launch_plan` returned.
         scale: See `reference.decode_attention`; likewise the following.
         window: See there.
+        chunk: See there.
         softcap: See there.
         sinks: See there.
+        alibi_slopes: See there.
         max_kv: See there.
     """
     num_rows, (num_heads, key_dim) = len(rows), query.shape[1:]
     target = target_of(query.device)
-    constants = layer_constants(query, key_cache, value_cache, window, softcap, target)
+    layer = LayerOptions.of(window, chunk, softcap, alibi_slopes)
+    constants = layer_constants(query, key_cache, value_cache, layer, target)
+    window = window or chunk
     config = pick(_LAUNCHES[target], key_dim * key_cache.itemsize, "bytes of a key head")
     heads = heads_per_program(constants["GROUP"], target)
+    # With three buffers, products in fp32 beside slopes spill on sm_90 and sm_100.
+    most_stages = 2 if layer.has_alibi and key_cache.dtype == torch.float32 else config.num_stages
     any_query_len = cu_seqlens_q is not None
     splits = ceil_div(max_kv, _SPLIT)
     if window:
@@ -382,6 +403,7 @@ def attend(
         ends,
         partial,
         lse,
+        alibi_slopes,
         num_rows,
         window_splits,
         scale,
@@ -396,7 +418,7 @@ def attend(
         HEADS=heads,
         TILE=config.tile,
         num_warps=config.num_warps,
-        num_stages=config.num_stages,
+        num_stages=min(config.num_stages, most_stages),
         **constants,
     )
     launch(
@@ -414,7 +436,8 @@ def attend(
         NUM_HEADS=num_heads,
         VALUE_DIM=constants["VALUE_DIM"],
         DIMS=power_of_two(constants["VALUE_DIM"]),
-        HAS_WINDOW=window > 0,
+        HAS_WINDOW=layer.has_window,
+        IS_CHUNK=layer.is_chunk,
         HAS_SINKS=sinks is not None,
         ANY_QUERY_LEN=any_query_len,
         SPLIT=_SPLIT,
@@ -461,8 +484,10 @@ def decode_attention(
     plan: Tensor,
     scale: float,
     window: int,
+    chunk: int,
     softcap: float,
     sinks: Tensor | None,
+    alibi_slopes: Tensor | None,
     max_kv: int,
 ) -> Tensor:
     """Attention of one query token per row; see `reference.decode_attention`."""
@@ -479,8 +504,10 @@ def decode_attention(
         plan,
         scale,
         window,
+        chunk,
         softcap,
         sinks,
+        alibi_slopes,
         max_kv,
     )
     return out
@@ -497,8 +524,10 @@ def _(
     plan: Tensor,
     scale: float,
     window: int,
+    chunk: int,
     softcap: float,
     sinks: Tensor | None,
+    alibi_slopes: Tensor | None,
     max_kv: int,
 ) -> Tensor:
     return value_cache.new_empty(query.shape[0], query.shape[1], value_cache.shape[3])

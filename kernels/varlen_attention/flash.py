@@ -22,10 +22,14 @@ import triton.language as tl
 from torch import Tensor
 
 from cbtriton.kernels._attention_tile import (
+    LayerOptions,
+    add_biases,
     add_values,
+    first_seen,
     layer_constants,
     load_page_ids,
     load_rows,
+    load_slopes,
     score_factor,
     score_tile,
     sink_step,
@@ -114,6 +118,7 @@ def _prefill(
     cu_seqlens_q_ptr,
     seq_lens_ptr,
     sinks_ptr,
+    slopes_ptr,
     out_ptr,
     num_rows,
     num_blocks,
@@ -133,7 +138,9 @@ def _prefill(
     V0: tl.constexpr,
     V1: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
+    IS_CHUNK: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
+    HAS_ALIBI: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     ROWS: tl.constexpr,
     HEADS: tl.constexpr,
@@ -165,7 +172,7 @@ def _prefill(
         value_ptr = value_cache_ptr + kv_head * VALUE_DIM
         table_ptr = block_tables_ptr + tl.load(rows_ptr + entry).to(tl.int64) * stride_block_tables
 
-        # Row r sees keys up to its own position, and with a window none before `position - window + 1`.
+        # Row r sees keys up to its own position, and with a window or a chunk none before its `first_seen`.
         positions = (context + in_row)[:, None]
         last = context + tl.minimum(first_token + TOKENS, query_len) - 1
         factor = score_factor(scale, HAS_SOFTCAP)
@@ -174,8 +181,10 @@ def _prefill(
         acc0 = tl.zeros([ROWS, V0], tl.float32)
         acc1 = tl.zeros([ROWS, V1 if V1 > 0 else 1], tl.float32)
 
+        if HAS_ALIBI:
+            slopes = load_slopes(slopes_ptr, heads, is_row, scale, HAS_SOFTCAP)
         if HAS_WINDOW:
-            first = tl.maximum(context + first_token - window + 1, 0)
+            first = first_seen(context + first_token, window, IS_CHUNK)
             masked_begin = first // TILE * TILE
             pages = load_page_ids(table_ptr, masked_begin, first, last, PAGE, TILE)
         else:
@@ -188,6 +197,8 @@ def _prefill(
                 scores = score_tile(
                     q0, q1, key_ptr, slots, KV_HEADS * KEY_DIM, scale, softcap, KEY_DIM, D0, D1, HAS_SOFTCAP
                 )
+                if HAS_ALIBI:
+                    scores = add_biases(scores, slopes, (start + tl.arange(0, TILE))[None, :] - positions)
                 peak, total, weights, decay = softmax_step(peak, total, scores, factor)
                 acc0, acc1 = add_values(
                     acc0, acc1, weights, decay, value_ptr, slots, KV_HEADS * VALUE_DIM, VALUE_DIM, V0, V1
@@ -199,9 +210,11 @@ def _prefill(
                 q0, q1, key_ptr, slots, KV_HEADS * KEY_DIM, scale, softcap, KEY_DIM, D0, D1, HAS_SOFTCAP
             )
             keys = (start + tl.arange(0, TILE))[None, :]
+            if HAS_ALIBI:
+                scores = add_biases(scores, slopes, keys - positions)
             is_seen = keys <= positions
             if HAS_WINDOW:
-                is_seen = is_seen & (keys > positions - window)
+                is_seen = is_seen & (keys >= first_seen(positions, window, IS_CHUNK))
             scores = tl.where(is_seen, scores, float("-inf"))
             peak, total, weights, decay = softmax_step(peak, total, scores, factor)
             acc0, acc1 = add_values(
@@ -256,14 +269,17 @@ def varlen_attention(
     plan: Tensor,
     scale: float,
     window: int,
+    chunk: int,
     softcap: float,
     sinks: Tensor | None,
+    alibi_slopes: Tensor | None,
     max_kv: int,
 ) -> Tensor:
     """Causal attention of each row's query tokens; see `reference.varlen_attention`."""
     num_tokens, num_heads, key_dim = query.shape
     target = target_of(query.device)
-    constants = layer_constants(query, key_cache, value_cache, window, softcap, target)
+    layer = LayerOptions.of(window, chunk, softcap, alibi_slopes)
+    constants = layer_constants(query, key_cache, value_cache, layer, target)
     launches = _FP32_LAUNCHES if key_cache.dtype == torch.float32 else _LAUNCHES
     config = pick(launches[target], key_dim * key_cache.itemsize, "bytes of a key head")
     heads = min(constants["GROUP"], config.rows)
@@ -282,11 +298,12 @@ def varlen_attention(
         cu_seqlens_q,
         seq_lens,
         sinks,
+        alibi_slopes,
         out,
         len(rows),
         num_blocks,
         scale,
-        window,
+        window or chunk,
         softcap,
         query.stride(0),
         query.stride(1),
@@ -301,7 +318,8 @@ def varlen_attention(
         **constants,
     )
     tables = block_tables, rows, cu_seqlens_q, seq_lens
-    split_kv.attend(out, query, key_cache, value_cache, *tables, plan, scale, window, softcap, sinks, max_kv)
+    how = (scale, window, chunk, softcap, sinks, alibi_slopes)
+    split_kv.attend(out, query, key_cache, value_cache, *tables, plan, *how, max_kv)
     return out
 
 
@@ -317,8 +335,10 @@ def _(
     plan: Tensor,
     scale: float,
     window: int,
+    chunk: int,
     softcap: float,
     sinks: Tensor | None,
+    alibi_slopes: Tensor | None,
     max_kv: int,
 ) -> Tensor:
     return value_cache.new_empty(query.shape[0], query.shape[1], value_cache.shape[3])

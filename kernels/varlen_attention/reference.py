@@ -26,8 +26,10 @@ def varlen_attention(
     plan: Tensor,
     scale: float,
     window: int,
+    chunk: int,
     softcap: float,
     sinks: Tensor | None,
+    alibi_slopes: Tensor | None,
     max_kv: int,
 ) -> Tensor:
     """Causal attention of each row's query tokens, the last ones of its context, in any mix of lengths.
@@ -47,14 +49,18 @@ def varlen_attention(
         plan: What this module's `plan` returned for the step.
         scale: Multiplies the dot products.
         window: Each query sees only the last `window` keys, its own included; 0 means all.
+        chunk: Each query sees only keys of its own chunk: positions `i * chunk … (i + 1) * chunk - 1`; 0 means all. Not
+            together with a window.
         softcap: Scores become `softcap * tanh(score / softcap)`; 0.0 means off.
         sinks: `[Hq]`, an additional logit per head in the softmax's denominator; None means none.
+        alibi_slopes: `[Hq]` float32; each score gets a head's slope times how far the key is behind the query, a number
+            up to 0 (Press et al. 2022, "Train Short, Test Long"); None means none.
         max_kv: At least the longest of `seq_lens`.
 
     Returns:
         `[T, Hq, Dv]` contiguous, of the caches' dtype.
     """
-    scoring = Scoring(scale, window, softcap, sinks)
+    scoring = Scoring(scale, window, chunk, softcap, sinks, alibi_slopes)
     begins, lengths = cu_seqlens_q.tolist(), seq_lens.tolist()
     counts = [end - begin for begin, end in pairwise(begins)]
     out = value_cache.new_empty(len(query), query.shape[1], value_cache.shape[3])
@@ -83,8 +89,10 @@ def _(
     plan: Tensor,
     scale: float,
     window: int,
+    chunk: int,
     softcap: float,
     sinks: Tensor | None,
+    alibi_slopes: Tensor | None,
     max_kv: int,
 ) -> Tensor:
     return value_cache.new_empty(query.shape[0], query.shape[1], value_cache.shape[3])

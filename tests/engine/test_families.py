@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -99,7 +100,7 @@ def test_tiny_models_have_every_kind_of_layer_of_the_default_configuration(famil
         assert kinds[0] <= kinds[1], model_type
 
 
-@pytest.mark.parametrize("model_type", ["gemma2", "gpt_oss", "mistral"])
+@pytest.mark.parametrize("model_type", ["gemma2", "gpt_oss", "llama4_text", "mistral"])
 def test_a_window_that_gets_lost_is_seen(families, monkeypatch, model_type):
     """The engine's own check is too short to see it."""
     attention = engine.PagedAttention
@@ -108,7 +109,7 @@ def test_a_window_that_gets_lost_is_seen(families, monkeypatch, model_type):
         return attention(kernels, layers, places, tuple(replaced(call) for call in calls), modules)
 
     def replaced(call):
-        return type(call)(window=0, softcap=call.softcap, owner=call.owner)
+        return replace(call, window=0, chunk=0)
 
     monkeypatch.setattr(engine, "PagedAttention", without_windows)
     outcome = families.ours(model_type)

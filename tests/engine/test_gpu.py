@@ -216,7 +216,7 @@ def test_compiled_code_makes_no_copy_of_the_cache(device, name) -> None:
     def layer(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         kernels.kv_write(key, value, key_cache, value_cache, slots)
         where = (key_cache, value_cache, tables, rows, seq_lens, plan)
-        return kernels.decode_attention(query, *where, 128**-0.5, 0, 0.0, None, length) * 2
+        return kernels.decode_attention(query, *where, 128**-0.5, 0, 0, 0.0, None, None, length) * 2
 
     query = torch.randn(num_rows, 32, 128, device=device, dtype=torch.bfloat16)
     key, value = (torch.randn(num_rows, 8, 128, device=device, dtype=torch.bfloat16) for _ in range(2))

@@ -13,7 +13,15 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import Gemma3nTextConfig, Gemma3TextConfig, Gemma4TextConfig, GptOssConfig, MistralConfig
+from transformers import (
+    BloomConfig,
+    Gemma3nTextConfig,
+    Gemma3TextConfig,
+    Gemma4TextConfig,
+    GptOssConfig,
+    Llama4TextConfig,
+    MistralConfig,
+)
 
 from cbtriton.engine import Engine
 from cbtriton.manager import ContinuousBatchingManager
@@ -78,6 +86,19 @@ CONFIGS = {
         num_experts_per_tok=1,
         rope_parameters=None,
     ),
+    # Chunks that stand still, beside layers that see all and scale queries by their position.
+    "llama4_chunks": Llama4TextConfig(
+        **SIZES,
+        head_dim=16,
+        num_hidden_layers=4,
+        intermediate_size_mlp=96,
+        num_local_experts=2,
+        attention_chunk_size=8,
+        no_rope_layers=[1, 1, 0, 1],
+        floor_scale=4,
+        attn_scale=0.5,
+    ),
+    "bloom_slopes": BloomConfig(hidden_size=64, n_head=4, n_layer=2, vocab_size=128, initializer_range=0.3),
 }
 
 
@@ -122,6 +143,7 @@ QUICK_MODELS = (
     "gemma4_two_shapes",
     "gemma3n_shared",
     "gpt_oss_sinks",
+    "llama4_chunks",
 )
 
 

@@ -22,6 +22,8 @@ class Shape:
     window: int = 0
     softcap: float = 0.0
     has_sinks: bool = False
+    chunk: int = 0
+    has_alibi: bool = False
 
 
 # One changes at a time, then together. Groups of 1 to 33 query heads per KV head.
@@ -55,9 +57,19 @@ SHAPES = {
     "sinks, window, group 8": Shape(has_sinks=True, window=19, num_heads=8, num_kv_heads=1),
     "softcap, sinks, window": Shape(softcap=20.0, has_sinks=True, window=7, page_size=24),
     "value smaller, window, sinks": Shape(key_dim=80, value_dim=16, window=11, has_sinks=True),
+    "chunk 1": Shape(chunk=1),
+    "chunk 5": Shape(chunk=5, page_size=4),
+    "chunk 40": Shape(chunk=40),
+    "chunk 16, page 16": Shape(chunk=16),
+    "chunk 48, sinks, page 24, group 8": Shape(chunk=48, has_sinks=True, page_size=24, num_heads=8, num_kv_heads=1),
+    "slopes": Shape(has_alibi=True),
+    "slopes, no grouping": Shape(has_alibi=True, num_heads=3, num_kv_heads=3, key_dim=40, value_dim=40),
+    "slopes, softcap, sinks, window": Shape(has_alibi=True, softcap=5.0, has_sinks=True, window=40, page_size=24),
+    "slopes, chunk, group 5": Shape(has_alibi=True, chunk=24, num_heads=5, num_kv_heads=1),
 }
 # The others only in fp32: what a dtype changes does not depend on sizes, and float16 takes the way of bfloat16.
 IN_BFLOAT16 = ("plain", "group 3", "head 80", "head 256", "page 24", "softcap, sinks, window", "value larger")
+IN_BFLOAT16 += ("chunk 40", "slopes", "slopes, softcap, sinks, window")
 IN_FLOAT16 = ("head 80", "softcap, sinks, window")
 # Error of one output element for standard normal inputs: rounding of the result, of the weights and of sinks.
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
@@ -82,8 +94,10 @@ class Step:
     seq_lens: Tensor
     scale: float
     window: int
+    chunk: int
     softcap: float
     sinks: Tensor | None
+    alibi_slopes: Tensor | None
     max_kv: int
 
     def plan(self, implementation) -> Tensor:
@@ -94,13 +108,13 @@ class Step:
     @property
     def options(self) -> tuple:
         """What follows the plan, except `max_kv`."""
-        return self.scale, self.window, self.softcap, self.sinks
+        return self.scale, self.window, self.chunk, self.softcap, self.sinks, self.alibi_slopes
 
 
 def make_step(shape: Shape, dtype: torch.dtype, entries: list[tuple[int, int]], num_padding: int = 0) -> Step:
     """A step of `(context_len, query_len)` entries with scattered blocks; slots outside of contexts are poison, NaN.
 
-    With a window, slots that no query of the step sees are poison too: their blocks may have been given back.
+    With a window or a chunk, slots that no query sees are poison too: their blocks may have been given back.
     """
     generator = torch.Generator().manual_seed(len(entries) + shape.page_size)
 
@@ -121,6 +135,8 @@ def make_step(shape: Shape, dtype: torch.dtype, entries: list[tuple[int, int]], 
         used = -(-lengths[i] // shape.page_size)
         tables[row, :used] = blocks[i * max_blocks : i * max_blocks + used]
         first_seen = max(0, context - shape.window + 1) if shape.window else 0
+        if shape.chunk:
+            first_seen = context // shape.chunk * shape.chunk
         for position in range(first_seen, lengths[i]):
             block = tables[row, position // shape.page_size]
             key_cache[block, position % shape.page_size] = normal(shape.num_kv_heads, shape.key_dim)
@@ -139,7 +155,10 @@ def make_step(shape: Shape, dtype: torch.dtype, entries: list[tuple[int, int]], 
         scale=shape.key_dim**-0.5,
         window=shape.window,
         softcap=shape.softcap,
+        chunk=shape.chunk,
         sinks=normal(shape.num_heads) if shape.has_sinks else None,
+        # From steep to hardly any, and one that is not a power of two.
+        alibi_slopes=0.7 * 2.0 ** -torch.arange(shape.num_heads).float() if shape.has_alibi else None,
         max_kv=max(*lengths, 1),
     )
 

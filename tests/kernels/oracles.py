@@ -18,8 +18,10 @@ def attention(
     seq_lens: Tensor,
     scale: float,
     window: int,
+    chunk: int,
     softcap: float,
     sinks: Tensor | None,
+    alibi_slopes: Tensor | None,
 ) -> Tensor:
     """`[T, Hq, Dv]` fp64; one query token and one head at a time."""
     page_size, num_kv_heads = key_cache.shape[1:3]
@@ -30,6 +32,8 @@ def attention(
         for token in range(first, end):
             last = int(seq_lens[i]) - end + token
             begin = max(0, last - window + 1) if window else 0
+            if chunk:
+                begin = last - last % chunk
             positions = torch.arange(begin, last + 1)
             blocks, offsets = block_tables[row, positions // page_size], positions % page_size
             for head in range(num_heads):
@@ -38,6 +42,8 @@ def attention(
                 scores = keys @ query[token, head].double() * scale
                 if softcap:
                     scores = softcap * torch.tanh(scores / softcap)
+                if alibi_slopes is not None:
+                    scores = scores - alibi_slopes[head].double() * (last - positions)
                 if sinks is not None:
                     scores = torch.cat([scores, sinks[head].double()[None]])
                 weights = scores.softmax(0)[: len(positions)]

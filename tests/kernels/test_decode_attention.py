@@ -47,6 +47,29 @@ def test_rows_of_any_mix_of_lengths_match_fp64(implementation, oracles, attentio
     torch.testing.assert_close(_decode(implementation, step).double(), _expected(oracles, step), rtol=2e-5, atol=2e-5)
 
 
+def test_slopes_are_exact_far_from_the_first_token(implementation, oracles, attention_cases) -> None:
+    shape = attention_cases.Shape(num_heads=4, num_kv_heads=2, key_dim=16, value_dim=16, page_size=48, has_alibi=True)
+    step = attention_cases.make_step(shape, torch.float32, [(4999, 1), (16, 1)])
+    # In float32 a steep slope times these positions would be rounded by as much as neighbours differ.
+    step = replace(step, alibi_slopes=torch.tensor([60.0, 1.0, 1e-3, 0.0]))
+    torch.testing.assert_close(_decode(implementation, step).double(), _expected(oracles, step), rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("length", [1, 255, 256, 257, 512, 513, 700])
+def test_chunks_around_splits_match_fp64(implementation, oracles, attention_cases, length) -> None:
+    for chunk in (255, 256, 512):
+        shape = attention_cases.Shape(num_heads=2, num_kv_heads=1, key_dim=16, value_dim=16, chunk=chunk)
+        step = attention_cases.make_step(shape, torch.float32, [(length - 1, 1), (2, 1)])
+        got = _decode(implementation, step).double()
+        torch.testing.assert_close(got, _expected(oracles, step), rtol=2e-5, atol=2e-5)
+
+
+def test_a_window_and_chunks_at_once_are_refused(implementation, attention_cases) -> None:
+    step = attention_cases.make_step(attention_cases.Shape(window=5), torch.float32, [(20, 1)])
+    with pytest.raises(ValueError, match="a layer has a window or a chunk, got a window of 5 and chunks of 8"):
+        _decode(implementation, replace(step, chunk=8))
+
+
 @pytest.mark.parametrize(("dtype", "with_sinks"), [(torch.float32, True), (torch.bfloat16, False)])
 def test_rows_that_share_their_first_blocks_match_fp64(
     implementation, oracles, attention_cases, dtype, with_sinks
@@ -95,11 +118,19 @@ def test_more_heads_share_a_kv_head_than_a_program_takes(implementation, oracles
 LENGTHS = [1, 32, 33, 255, 257, 513]
 
 
-@pytest.mark.parametrize(("dtype", "window"), [(torch.float32, 0), (torch.bfloat16, 300)])
-def test_bits_of_a_row_are_the_same_alone_and_in_any_batch(implementation, attention_cases, dtype, window) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "options"),
+    [
+        (torch.float32, {}),
+        (torch.bfloat16, {"window": 300}),
+        (torch.float32, {"chunk": 300}),
+        (torch.bfloat16, {"has_alibi": True}),
+    ],
+)
+def test_bits_of_a_row_are_the_same_alone_and_in_any_batch(implementation, attention_cases, dtype, options) -> None:
     if not getattr(implementation, "BATCH_INVARIANT", False):
         pytest.skip("this implementation does not promise it")
-    shape = attention_cases.Shape(num_heads=3, num_kv_heads=1, page_size=24, window=window, has_sinks=True)
+    shape = attention_cases.Shape(num_heads=3, num_kv_heads=1, page_size=24, has_sinks=True, **options)
     step = attention_cases.make_step(shape, dtype, [(length - 1, 1) for length in LENGTHS])
     together = _decode(implementation, step)
     for i in (0, 2, 4, 5):
@@ -174,7 +205,9 @@ def test_blocks_beyond_two_to_the_31_elements(implementation) -> None:
     row, length = torch.zeros(1, dtype=torch.int32), torch.tensor([2], dtype=torch.int32)
     plan = implementation.plan(table, row, torch.tensor([0, 1], dtype=torch.int32), length, page_size, 2)
     query = torch.ones(1, 8, 256, dtype=torch.float16)
-    got = implementation.decode_attention(query, key_cache, value_cache, table, row, length, plan, 1.0, 0, 0.0, None, 2)
+    got = implementation.decode_attention(
+        query, key_cache, value_cache, table, row, length, plan, 1.0, 0, 0, 0.0, None, None, 2
+    )
     assert (got == 2.0).all()
 
 

@@ -68,11 +68,23 @@ def test_every_mix_matches_fp64_and_padding_gives_zeros(
 
 
 @pytest.mark.parametrize(
-    ("context", "window", "softcap"),
-    [(0, 0, 0.0), (70, 0, 8.0), (0, 30, 8.0), (70, 30, 0.0), (0, 200, 0.0), (70, 200, 8.0)],
+    ("context", "options"),
+    [
+        (0, {}),
+        (70, {"softcap": 8.0}),
+        (0, {"window": 30, "softcap": 8.0}),
+        (70, {"window": 30}),
+        (0, {"window": 200}),
+        (70, {"window": 200, "softcap": 8.0}),
+        (70, {"chunk": 30}),
+        (64, {"chunk": 64}),
+        (70, {"chunk": 200, "softcap": 8.0}),
+        (70, {"has_alibi": True}),
+        (70, {"has_alibi": True, "chunk": 96}),
+    ],
 )
-def test_long_prompts_match_fp64(implementation, oracles, attention_cases, context, window, softcap) -> None:
-    shape = attention_cases.Shape(num_heads=1, num_kv_heads=1, key_dim=16, value_dim=16, window=window, softcap=softcap)
+def test_long_prompts_match_fp64(implementation, oracles, attention_cases, context, options) -> None:
+    shape = attention_cases.Shape(num_heads=1, num_kv_heads=1, key_dim=16, value_dim=16, **options)
     step = attention_cases.make_step(shape, torch.float32, [(3, 1), (context, 300), (5, 2)])
     torch.testing.assert_close(_varlen(implementation, step).double(), _expected(oracles, step), rtol=2e-5, atol=2e-5)
 
@@ -99,16 +111,24 @@ def test_a_prompt_gives_the_same_whole_and_in_chunks(implementation, attention_c
         torch.testing.assert_close(got, expected[begin:end], rtol=2e-6, atol=2e-6)
 
 
-@pytest.mark.parametrize(("dtype", "window"), [(torch.bfloat16, 0), (torch.float32, 37)])
+@pytest.mark.parametrize(
+    ("dtype", "options"),
+    [
+        (torch.bfloat16, {}),
+        (torch.float32, {"window": 37}),
+        (torch.bfloat16, {"chunk": 37}),
+        (torch.float32, {"alibi_slopes": torch.tensor([0.5, 0.03, 1e-3])}),
+    ],
+)
 def test_bits_of_a_row_are_the_same_alone_in_any_batch_and_in_any_chunks(
-    implementation, attention_cases, dtype, window
+    implementation, attention_cases, dtype, options
 ) -> None:
     if not getattr(implementation, "BATCH_INVARIANT", False):
         pytest.skip("this implementation does not promise it")
-    shape = attention_cases.Shape(num_heads=3, num_kv_heads=1, page_size=24, window=window, has_sinks=True)
+    shape = attention_cases.Shape(num_heads=3, num_kv_heads=1, page_size=24, has_sinks=True)
     entries = [(0, 90), (299, 1), (61, 5), (31, 33), (0, 1), (7, 64)]
     # Without the entries' own windows: a chunk sees keys that the whole row's first token does not.
-    step = replace(attention_cases.make_step(replace(shape, window=0), dtype, entries), window=window)
+    step = replace(attention_cases.make_step(shape, dtype, entries), **options)
     together = _varlen(implementation, step)
     begins = step.cu_seqlens_q.tolist()
     for i in range(len(entries)):
