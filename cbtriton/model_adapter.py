@@ -665,7 +665,7 @@ def _refuse_layer_types(model: Any) -> None:
 
 def _check_windows(text_config: Any, calls: list[AttentionCall]) -> None:
     """Refuses models whose window is known to their mask only: without a mask it would silently not apply."""
-    layer_types = list(getattr(text_config, "layer_types", None) or ())
+    layer_types: list[str] = list(getattr(text_config, "layer_types", None) or ())
     for kind, sizes in (
         ("sliding_attention", [call.window for call in calls]),
         ("chunked_attention", [call.chunk for call in calls]),

@@ -116,12 +116,11 @@ def _decode(
     # Rows without any key are padding: their position is 0 here, and no tile follows.
     first = first_seen(tl.maximum(last, 0), window, IS_CHUNK) if HAS_WINDOW else 0
     factor = score_factor(scale, HAS_SOFTCAP)
-    if HAS_ALIBI:
-        slopes = load_slopes(slopes_ptr, heads, is_head, scale, HAS_SOFTCAP)
     peak = tl.full([HEADS], float("-inf"), tl.float32)
     total = tl.zeros([HEADS], tl.float32)
     acc0 = tl.zeros([HEADS, V0], tl.float32)
     acc1 = tl.zeros([HEADS, V1 if V1 > 0 else 1], tl.float32)
+    slopes = load_slopes(slopes_ptr, heads, is_head, scale, HAS_SOFTCAP) if HAS_ALIBI else peak
     begin = first // TILE * TILE
     pages = load_page_ids(table_ptr, begin, first, tl.maximum(last, 0), PAGE, TILE)
     for start in range(begin, length, TILE):

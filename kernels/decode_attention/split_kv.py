@@ -215,8 +215,7 @@ def _attend_splits(
             total = tl.zeros([HEADS], tl.float32)
             acc0 = tl.zeros([HEADS, V0], tl.float32)
             acc1 = tl.zeros([HEADS, V1 if V1 > 0 else 1], tl.float32)
-            if HAS_ALIBI:
-                slopes = load_slopes(slopes_ptr, heads, is_head, scale, HAS_SOFTCAP)
+            slopes = load_slopes(slopes_ptr, heads, is_head, scale, HAS_SOFTCAP) if HAS_ALIBI else peak
             low = tl.maximum(begin, first)
             tiles_begin = low // TILE * TILE
             pages = load_page_ids(table_ptr, tiles_begin, low, last, PAGE, TILE)

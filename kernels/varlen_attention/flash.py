@@ -180,9 +180,8 @@ def _prefill(
         total = tl.zeros([ROWS], tl.float32)
         acc0 = tl.zeros([ROWS, V0], tl.float32)
         acc1 = tl.zeros([ROWS, V1 if V1 > 0 else 1], tl.float32)
+        slopes = load_slopes(slopes_ptr, heads, is_row, scale, HAS_SOFTCAP) if HAS_ALIBI else peak
 
-        if HAS_ALIBI:
-            slopes = load_slopes(slopes_ptr, heads, is_row, scale, HAS_SOFTCAP)
         if HAS_WINDOW:
             first = first_seen(context + first_token, window, IS_CHUNK)
             masked_begin = first // TILE * TILE
