@@ -110,7 +110,7 @@ def _falcon(
     else:
         query, key, value = fused.unflatten(2, (self.num_heads, 3, self.head_dim)).unbind(3)
     if alibi is None:
-        query, key = _rotated(self, query, key, position_embeddings)
+        query, key = _rotated(query, key, position_embeddings)
     out = attend(query, key, value, attention_mask, self.head_dim**-0.5)
     return self.dense(out), None
 
@@ -166,7 +166,7 @@ def _gpt_neox_japanese(
 ) -> tuple[Tensor, None, Tensor | None]:
     fused = self.query_key_value(hidden_states).unflatten(2, (self.num_attention_heads, -1))
     query, key, value = fused.split(self.head_size, dim=3)
-    turned = _rotated(self, query[..., : self.rotary_ndims], key[..., : self.rotary_ndims], position_embeddings)
+    turned = _rotated(query[..., : self.rotary_ndims], key[..., : self.rotary_ndims], position_embeddings)
     query, key = (
         torch.cat([part, whole[..., self.rotary_ndims :]], dim=3)
         for part, whole in zip(turned, (query, key), strict=True)
@@ -219,18 +219,16 @@ def _bart_like(
     return self.out_proj(attend(query, key, value, attention_mask, self.scaling)), None
 
 
-def _rotated(
-    module: nn.Module, query: Tensor, key: Tensor, position_embeddings: tuple[Tensor, Tensor] | None
-) -> tuple[Tensor, Tensor]:
-    """Turned by their positions, with the model's own function; heads come third, as everywhere here."""
+def _rotated(query: Tensor, key: Tensor, position_embeddings: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
+    """Turned by their positions (Su et al. 2021, "RoFormer"), the first half of a head's numbers with the second."""
     assert position_embeddings is not None
-    cos, sin = position_embeddings
-    turn = _function_beside(module, "apply_rotary_pos_emb")
-    return turn(query, key, cos, sin, unsqueeze_dim=2)
+    cos, sin = (x.unsqueeze(2) for x in position_embeddings)
 
+    def turned(heads: Tensor) -> Tensor:
+        first, second = heads.chunk(2, dim=3)
+        return heads * cos + torch.cat([-second, first], dim=3) * sin
 
-def _function_beside(module: nn.Module, name: str) -> Callable[..., Any]:
-    return getattr(__import__(type(module).__module__, fromlist=[name]), name)
+    return turned(query), turned(key)
 
 
 # By the module of transformers and the class in it.

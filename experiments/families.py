@@ -3,6 +3,7 @@
     python experiments/families.py
     python experiments/families.py --only llama qwen3_next --kernels reference triton
     python experiments/families.py --processes 2 --output experiments/results
+    python experiments/families.py --level 1 --without-transformers --processes 2
 
 Every type in transformers' mapping is built tiny, with random weights (`tests/families.py`). What an engine does with
 it happens in a process of its own with a time limit, so a crash or a hang is a row like others.
@@ -126,12 +127,14 @@ def _is_likeliest(model: Any, prompt: list[int], answer: list[int]) -> bool:
     return logits[len(prompt) - 1 : -1].argmax(-1).tolist() == answer
 
 
-def run_all(tasks: Iterable[tuple[str, str]], num_processes: int, limit_s: float) -> Iterator[Row]:
+def run_all(
+    tasks: Iterable[tuple[str, str]], num_processes: int, limit_s: float, level: int = 0, backend: str = "inductor"
+) -> Iterator[Row]:
     """A row for each pair of a type and an engine, as they come; so many at a time."""
     pending, running = list(tasks)[::-1], list[_Running]()
     while pending or running:
         while pending and len(running) < num_processes:
-            running.append(_started(pending.pop()))
+            running.append(_started(pending.pop(), level, backend))
         # Timed in short turns: a process that hangs sends nothing.
         ready = wait([each.connection for each in running], timeout=0.5)
         for each in list(running):
@@ -141,23 +144,24 @@ def run_all(tasks: Iterable[tuple[str, str]], num_processes: int, limit_s: float
                 yield _finished(each, seconds)
 
 
-def _started(task: tuple[str, str]) -> _Running:
+def _started(task: tuple[str, str], level: int, backend: str) -> _Running:
     receiver, sender = multiprocessing.Pipe(duplex=False)
     # Forked: importing everything anew would take most of the time.
-    process = multiprocessing.get_context("fork").Process(target=_child, args=(task, sender))
+    process = multiprocessing.get_context("fork").Process(target=_child, args=(task, sender, level, backend))
     process.start()
     sender.close()
     return _Running(process, receiver, task, time.perf_counter())
 
 
-def _child(task: tuple[str, str], sender: Connection) -> None:
+def _child(task: tuple[str, str], sender: Connection, level: int, backend: str) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_LIMIT_BYTES, _MEMORY_LIMIT_BYTES))
     silence = os.open(os.devnull, os.O_WRONLY)
     os.dup2(silence, 1)
     os.dup2(silence, 2)
     model_type, engine = task
     try:
-        outcome = theirs(model_type) if engine == TRANSFORMERS else families.ours(model_type, engine)
+        is_theirs = engine == TRANSFORMERS
+        outcome = theirs(model_type) if is_theirs else families.ours(model_type, engine, level, backend)
     except Exception as error:
         outcome = families.Outcome("failed", f"{type(error).__name__}: {error}")
     sender.send((outcome.kind, outcome.detail, outcome.error))
@@ -245,6 +249,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--only", nargs="+", choices=families.TYPES, metavar="TYPE", help="these types only")
     parser.add_argument("--kernels", nargs="+", default=["reference"], choices=["reference", "triton"])
     parser.add_argument("--without-transformers", action="store_true", help="leave transformers' own engine out")
+    parser.add_argument("--level", type=int, default=0, choices=range(4), help="compile level (default: 0)")
+    parser.add_argument("--backend", default="inductor", help="of the compiler (default: inductor)")
     parser.add_argument("--processes", type=int, default=1, help="so many at a time (default: 1)")
     parser.add_argument(
         "--limit-s", type=float, default=120.0, help="seconds for one type in one engine (default: 120)"
@@ -262,7 +268,8 @@ def main() -> None:
     engines = [*arguments.kernels, *([] if arguments.without_transformers else [TRANSFORMERS])]
     tasks = [(model_type, engine) for model_type in arguments.only or families.TYPES for engine in engines]
     started, rows = time.perf_counter(), list[Row]()
-    for row in run_all(tasks, arguments.processes, arguments.limit_s):
+    how = (arguments.processes, arguments.limit_s, arguments.level, arguments.backend)
+    for row in run_all(tasks, *how):
         rows.append(row)
         print(f"{row.model_type:28} {row.engine:13} {row.seconds:5.1f} s  {row.kind}  {row.detail[:100]}", flush=True)
     rows.sort(key=lambda row: tasks.index((row.model_type, row.engine)))
@@ -270,10 +277,18 @@ def main() -> None:
     versions = {"transformers": transformers.__version__, "torch": str(torch.__version__)}
     parts = [counts(rows, engines), *(causes(rows, engine) for engine in engines), table(rows, engines)]
     head = f"transformers {versions['transformers']}, torch {versions['torch']}, {seconds:.0f} s"
+    if arguments.level:
+        head += f", compile level {arguments.level} ({arguments.backend})"
     text = "\n\n".join([head, *parts])
     arguments.output.mkdir(parents=True, exist_ok=True)
     (arguments.output / "families.md").write_text(text + "\n")
-    result = {"versions": versions, "seconds": seconds, "rows": [asdict(row) for row in rows]}
+    result = {
+        "versions": versions,
+        "level": arguments.level,
+        "backend": arguments.backend,
+        "seconds": seconds,
+        "rows": [asdict(row) for row in rows],
+    }
     (arguments.output / "families.json").write_text(json.dumps(result, indent=1))
     print("\n" + "\n\n".join([head, *parts[:-1]]))
 

@@ -18,6 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from cbtriton import ContinuousBatchingConfig, UnsupportedModelError
+from cbtriton.compile import CompileError
 from cbtriton.manager import ContinuousBatchingManager
 
 TYPES = tuple(sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
@@ -294,8 +295,9 @@ class Outcome:
     Attributes:
         kind: `works`: log-probabilities are the plain model's, and tokens are the likeliest. `own cache`: likewise, and
             the model runs on transformers' own cache, one sequence after the other. `differs`: it answers, and some
-            of it is not so. `refused`: the engine says beforehand that it cannot. `not built`: there is no tiny
-            model. `failed`: anything else.
+            of it is not so. `recompiles`: so it does, and something was compiled after the warm-up, or nothing at
+            all. `refused`: the engine says beforehand that it cannot. `not built`: there is no tiny model. `failed`:
+            anything else.
         detail: Why, where it does not work; what else there is to know, where it does.
         error: Largest difference of a log-probability, relative to the largest logit where that is above 1.
     """
@@ -317,32 +319,54 @@ def prompts() -> list[list[int]]:
     return [random.Random(length).choices(range(8, VOCAB_SIZE), k=length) for length in PROMPT_LENGTHS]
 
 
-def ours(model_type: str, kernels: str = "reference") -> Outcome:
-    """Runs prompts of a type through the engine, in chunks and in small pages, and compares with the plain model."""
+def ours(model_type: str, kernels: str = "reference", level: int = 0, backend: str = "inductor") -> Outcome:
+    """Runs prompts of a type through the engine, in chunks and in small pages, and compares with the plain model.
+
+    Args:
+        model_type: The type, or a variant.
+        kernels: Which ones.
+        level: The compile level. Above 0 all sizes are warmed up, and nothing may be compiled behind that.
+        backend: Of the compiler.
+    """
     if model_type in NOT_BUILT:
         return Outcome("not built", NOT_BUILT[model_type])
     model = build(model_type)
-    config = ContinuousBatchingConfig(page_size=4, num_blocks=96, max_batch_tokens=8, seed=0)
+    config = ContinuousBatchingConfig(
+        page_size=4, num_blocks=96, max_batch_tokens=8, seed=0, **_compiled(level, backend)
+    )
     options = GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0)
     try:
         manager = ContinuousBatchingManager(model, options, config, None, {"default": kernels})
         try:
+            if level:
+                manager.warmup()
             manager.start()
             wish = {"max_new_tokens": NUM_NEW, "prompt_logprobs": True, "logprobs": "raw", "top_logprobs": 20}
             names = [manager.add_request(prompt, **wish) for prompt in prompts()]
             outputs = [manager.get_result(name, timeout=PATIENCE) for name in names]
-            is_paged = manager.model_facts.is_paged
+            is_paged, stats = manager.model_facts.is_paged, manager.stats()
         finally:
             manager.destroy()
-    except UnsupportedModelError as error:
+    except (UnsupportedModelError, CompileError) as error:
         return Outcome("refused", str(error))
     except Exception as error:
         return Outcome("failed", f"{type(error).__name__}: {error}")
     for output in outputs:
         if output is None or output.error is not None:
             return Outcome("failed", "no answer in time" if output is None else str(output.error))
+    if level and (stats.compilations == 0 or stats.late_compilations):
+        detail = f"compiled {stats.compilations} graphs, {stats.late_compilations} of them late"
+        return Outcome("recompiles", detail)
     outcome = _compared(model, outputs)
     return replace(outcome, kind="own cache") if outcome.kind == "works" and not is_paged else outcome
+
+
+def _compiled(level: int, backend: str) -> dict[str, Any]:
+    """Settings of a level: those of the configuration's own, and for another backend the same by hand."""
+    if level == 0 or backend == "inductor":
+        return {"default_compile_level": level}
+    how = {"backend": backend, "fullgraph": True, "dynamic": True}
+    return {"varlen_compile_config": how, "decode_compile_config": how}
 
 
 def _compared(model: PreTrainedModel, outputs: list[Any]) -> Outcome:

@@ -104,7 +104,7 @@ def test_a_type_that_hangs_or_crashes_is_a_row(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setitem(sys.modules, "families_script", script)
     spec.loader.exec_module(script)
 
-    def ours(model_type: str, kernels: str) -> Any:
+    def ours(model_type: str, kernels: str, level: int, backend: str) -> Any:
         if model_type == "hangs":
             time.sleep(60)
         if model_type == "crashes":
