@@ -25,6 +25,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from math import lcm
+from weakref import WeakValueDictionary
 
 from cbtriton.cache_layout import GroupKind
 from cbtriton.plan import BlockCopy, TableEntries
@@ -64,7 +65,7 @@ def root_digest(extra_keys: Sequence[tuple[str, str]]) -> bytes:
     return digest.digest()
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class BlockContent:
     """What an indexed block holds: its tokens and, through its parents, the whole prefix before them."""
 
@@ -163,7 +164,8 @@ class BlockManager:
         # For each kind, the bundle of each digest; the content behind a digest is the same for all kinds.
         self._indexes: list[dict[bytes, Bundle]] = [{} for _ in self._kinds]
         self._known: dict[bytes, BlockContent] = {}
-        self._roots: dict[bytes, BlockContent] = {}
+        # Only as long as anybody holds something that was computed under them: there may be one for each request.
+        self._roots: WeakValueDictionary[bytes, BlockContent] = WeakValueDictionary()
 
     # ------------------------------------------------------------------------------------------ questions
 
@@ -266,16 +268,16 @@ class BlockManager:
         needed = min(self.peak_blocks(num_tokens, step_tokens), self.num_unpinned)
         return needed - sum(len(bundle) for table in tables for bundle in table.bundles)
 
-    def match_prefix(self, token_ids: Sequence[int], cache_salt: str | None = None) -> PrefixMatch:
+    def match_prefix(self, token_ids: Sequence[int], extra_keys: Sequence[tuple[str, str]] = ()) -> PrefixMatch:
         """The longest cached prefix of `token_ids` that leaves at least one token to compute.
 
         Of a kind with a window, only those pages have to be there that the next token sees.
 
         Args:
             token_ids: All known tokens of the request.
-            cache_salt: Only prefixes computed under the same salt match.
+            extra_keys: Only prefixes computed under the same ones match; see `root_digest`.
         """
-        root = self._root(cache_salt)
+        root = self._root(extra_keys)
         chains = {page_size: [root] for page_size in self._page_sizes}
         limit = len(token_ids) - 1 if self.share_blocks else 0
         found: list[list[Bundle]] = [[] for _ in self._kinds]
@@ -488,8 +490,8 @@ class BlockManager:
     def _count_pinned(self) -> None:
         self._num_pinned = len(frozenset[int]().union(*self._pinned.values()))
 
-    def _root(self, cache_salt: str | None) -> BlockContent:
-        digest = root_digest([] if cache_salt is None else [("cache_salt", cache_salt)])
+    def _root(self, extra_keys: Sequence[tuple[str, str]]) -> BlockContent:
+        digest = root_digest(extra_keys)
         return self._roots.setdefault(digest, BlockContent(digest, (), None))
 
     def _content(self, parent: BlockContent, token_ids: tuple[int, ...]) -> BlockContent:

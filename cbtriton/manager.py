@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 from functools import partial
+from hashlib import blake2b
 from typing import Any
 
 import torch
@@ -31,7 +32,15 @@ from cbtriton.host_processing import is_met
 from cbtriton.kernel_set import choose_kernels
 from cbtriton.model_adapter import ModelAdapter, UnsupportedModelError
 from cbtriton.model_runner import end_idle_threads
-from cbtriton.request import GenerationOutput, Request, RequestStatus, SamplingParams, StopRules, TokenRule
+from cbtriton.request import (
+    GenerationOutput,
+    PromptEmbeds,
+    Request,
+    RequestStatus,
+    SamplingParams,
+    StopRules,
+    TokenRule,
+)
 from cbtriton.request_table import MAX_EOS_IDS, MAX_RULE_PREFIXES, MAX_RULES
 from cbtriton.resolve import available_memory_bytes, resolve
 from cbtriton.router import OutputRouter
@@ -408,7 +417,7 @@ class ContinuousBatchingManager:
 
     def add_request(
         self,
-        input_ids: Sequence[int],
+        input_ids: Sequence[int] | None,
         request_id: str | None = None,
         max_new_tokens: int | None = None,
         streaming: bool = False,
@@ -419,7 +428,7 @@ class ContinuousBatchingManager:
         """Queues a request.
 
         Args:
-            input_ids: Token ids of the prompt.
+            input_ids: Token ids of the prompt; None where it is given as `inputs_embeds` alone.
             request_id: The caller's own id; `req_0`, `req_1`, … when None.
             max_new_tokens: Tokens to generate at most; None takes the generation configuration's, and if that has
                 none, goes on to the limit of the model or the cache.
@@ -430,7 +439,9 @@ class ContinuousBatchingManager:
                 `ProcessorOptions` and the functions `logits_processor`, `token_mask` and `prefix_allowed_tokens_fn`
                 (with `per_request_processors`), and always `seed`, `min_new_tokens`, `min_length`, `stop_sequences`,
                 `stop_strings`, `stopping_criteria`, `logprobs`, `top_logprobs`, `prompt_logprobs`, `cache_salt`
-                (requests with different salts share no cached prefix). See "Sampling" in the package's README.
+                (requests with different salts share no cached prefix) and `inputs_embeds`: `[num_tokens,
+                embedding_size]`, what the model gets in place of the prompt's tokens. It is copied. Logits processors
+                and outputs see `input_ids`, or the token for padding. See "Sampling" in the package's README.
 
         Returns:
             The request's id.
@@ -661,7 +672,7 @@ class ContinuousBatchingManager:
 
     def _make_request(
         self,
-        input_ids: Sequence[int],
+        input_ids: Sequence[int] | None,
         offset: int,
         max_new_tokens: int | None,
         streaming: bool,
@@ -670,8 +681,18 @@ class ContinuousBatchingManager:
         kwargs: Mapping[str, Any],
     ) -> Request:
         """A validated request without an id, the `offset`-th of those about to be submitted."""
-        prompt_ids = check_prompt(input_ids, self._adapter.num_embeddings)
         kwargs = dict(kwargs)
+        embeds = self._prompt_embeds(kwargs.pop("inputs_embeds", None))
+        if embeds is not None and input_ids is None:
+            if kwargs.get("prompt_logprobs"):
+                raise ValueError("prompt_logprobs are those of tokens; give input_ids beside inputs_embeds")
+            input_ids = [self._adapter.pad_token_id or 0] * len(embeds.values)
+        prompt_ids = check_prompt(input_ids, self._adapter.num_embeddings)
+        if embeds is not None and len(embeds.values) != len(prompt_ids):
+            raise ValueError(
+                f"inputs_embeds must have a vector for each token, got {len(embeds.values)} for {len(prompt_ids)} "
+                "tokens; leave input_ids at None where there are none"
+            )
         cache_salt = kwargs.pop("cache_salt", None)
         _check_salt(cache_salt)
         sampling, stop = request_parameters(
@@ -698,7 +719,27 @@ class ContinuousBatchingManager:
             streaming=streaming,
             record_timestamps=record_timestamps,
             cache_salt=cache_salt,
+            embeds=embeds,
         )
+
+    def _prompt_embeds(self, values: Any) -> PromptEmbeds | None:
+        """A copy of a caller's vectors, checked."""
+        if values is None:
+            return None
+        size, name = self._layout.embedding_size, type(self.model).__name__
+        if size is None:
+            raise ValueError(f"{name} cannot be given inputs_embeds here: it looks at tokens; give input_ids")
+        if not isinstance(values, torch.Tensor) or not values.is_floating_point():
+            raise TypeError(f"inputs_embeds must be a tensor of floating-point numbers, got {_described(values)}")
+        if values.dim() == 3 and values.shape[0] == 1:
+            values = values[0]
+        if values.dim() != 2 or values.shape[1] != size or values.shape[0] == 0:
+            raise ValueError(
+                f"inputs_embeds must be [num_tokens, {size}] with one token at least, got {list(values.shape)}"
+            )
+        copied = values.detach().to(device=self.model.device, dtype=self._adapter.dtype, copy=True).contiguous()
+        contents = copied.to("cpu").view(torch.uint8).numpy().tobytes()
+        return PromptEmbeds(copied, blake2b(contents, digest_size=16).hexdigest())
 
     def _warn_once(self, message: str) -> None:
         if message not in self._warnings:
@@ -1025,6 +1066,10 @@ class _Pin:
     num_tokens: int
     num_blocks: int
     output: GenerationOutput | None = None
+
+
+def _described(value: Any) -> str:
+    return f"{value.dtype}" if isinstance(value, torch.Tensor) else type(value).__name__
 
 
 def _check_salt(cache_salt: Any) -> None:

@@ -65,6 +65,7 @@ class ModelLayout:
         activation_bytes_per_token: Bytes that each further token adds to what the pass held at a time.
         recurrent: The recurrent layers.
         own_cache: How the model runs on transformers' own cache; None where its attention is paged.
+        embedding_size: Size of the vectors that the model takes in place of tokens; None where it takes none.
     """
 
     calls: tuple[AttentionCall, ...]
@@ -73,6 +74,7 @@ class ModelLayout:
     activation_bytes_per_token: int
     recurrent: RecurrentLayout = field(default_factory=RecurrentLayout)
     own_cache: OwnCacheLayout | None = None
+    embedding_size: int | None = None
 
     @property
     def state_bytes_per_request(self) -> int:
@@ -297,18 +299,32 @@ class ModelAdapter:
 
     # ------------------------------------------------------------------------------------------ forward passes
 
-    def forward(self, input_ids: Tensor, position_ids: Tensor, logit_indices: Tensor) -> Tensor:
+    def forward(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        logit_indices: Tensor,
+        embeds: Sequence[tuple[int, Tensor]] = (),
+    ) -> Tensor:
         """Runs packed tokens through the model.
 
         Args:
             input_ids: `[num_tokens]` int64.
             position_ids: `[num_tokens]` int64.
             logit_indices: `[num_samples]` int64, tokens whose logits are wanted.
+            embeds: Tokens, each by the first of some, that the model gets as vectors, `[some, embedding_size]`.
 
         Returns:
             `[num_samples, vocab_size]` in the model's dtype.
         """
-        arguments: dict[str, Any] = {"input_ids": input_ids.unsqueeze(0), "use_cache": False}
+        arguments: dict[str, Any] = {"use_cache": False}
+        if embeds:
+            vectors = self.model.get_input_embeddings()(input_ids)
+            for begin, values in embeds:
+                vectors[begin : begin + len(values)] = values
+            arguments["inputs_embeds"] = vectors.unsqueeze(0)
+        else:
+            arguments["input_ids"] = input_ids.unsqueeze(0)
         if self._takes_position_ids:
             offset = self._position_offset
             arguments["position_ids"] = (position_ids + offset if offset else position_ids).unsqueeze(0)
@@ -420,6 +436,7 @@ class ModelAdapter:
             if self._takes_position_ids:
                 self._position_offset = position_offset(self.model, self._own_attention.arguments(self.device))
             few, more = (self._dry_run(_DRY_RUN_TOKENS + number) for number in (0, _MORE_DRY_RUN_TOKENS))
+            embedding_size = self._find_embedding_size()
         finally:
             self.detach()
         _check_windows(self.text_config, recorder.calls)
@@ -429,7 +446,29 @@ class ModelAdapter:
             tuple(recorder.modules),
             activation_bytes_per_token=_bytes_per_token(few, more),
             recurrent=recurrent,
+            embedding_size=embedding_size,
         )
+
+    def _find_embedding_size(self) -> int | None:
+        """That of the vectors which the model takes in place of tokens, if it does with them what it does with tokens.
+
+        Some models look at the tokens once more, in layers or for positions.
+        """
+        if "inputs_embeds" not in inspect.signature(self.model.forward).parameters:
+            return None
+        positions = torch.arange(_DRY_RUN_TOKENS, device=self.device)
+        # No two alike, and none that a model might take for padding.
+        tokens = (positions + 5) % self.num_embeddings
+        vectors = self.model.get_input_embeddings()(tokens)
+        try:
+            expected = self.forward(tokens, positions, positions)
+            # Other tokens: whoever looks at them gives something else.
+            actual = self.forward(tokens.flip(0), positions, positions, [(0, vectors)])
+        except Exception:  # Whatever it is: the model does not run like this.
+            _logger.debug("%s takes no vectors", type(self.model).__name__, exc_info=True)
+            return None
+        same = (actual - expected).abs().max() <= self.rounding * expected.abs().max()
+        return vectors.shape[-1] if same else None
 
     def _inspect_recurrent(self, recorder: MixerRecorder, attention_modules: Sequence[nn.Module]) -> RecurrentLayout:
         layout = recorder.layout(self.model, attention_modules)

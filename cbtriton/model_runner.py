@@ -285,12 +285,13 @@ class ModelRunner:
     def _launch_in_parts(
         self, plan: BatchPlan, bucket: Bucket, inputs: StepInputs, mask_errors: Mapping[int, str]
     ) -> tuple[Outputs, _Extras]:
-        """Runs a step whose scores somebody must see: as it is, whether or not whole steps are compiled or captured."""
+        """Runs a step that is not like others: as it is, whether or not whole steps are compiled or captured."""
         inputs = replace(inputs, features=replace(inputs.features, use_processors=True))
         with self._compiled(bucket):
             indices = torch.cat([inputs.logit_indices, _scored_indices(plan).to(self._adapter.device)])
             scored = replace(inputs, logit_indices=indices)
-            logits = self._logits(scored, bucket.path, bucket.num_tokens, bucket.max_kv)
+            embeds = _prompt_embeds(plan)
+            logits = self._logits(scored, bucket.path, bucket.num_tokens, bucket.max_kv, embeds)
         logits, prompt_logits = logits[: bucket.num_samples], logits[bucket.num_samples :]
         scores = self._process(logits, inputs)
         errors = self._host.process(scores, plan.host_rows)
@@ -399,7 +400,14 @@ class ModelRunner:
             table.eta_cutoff,
         )
 
-    def _logits(self, inputs: StepInputs, path: Path, num_tokens: int, max_kv: int) -> Tensor:
+    def _logits(
+        self,
+        inputs: StepInputs,
+        path: Path,
+        num_tokens: int,
+        max_kv: int,
+        embeds: Sequence[tuple[int, Tensor]] = (),
+    ) -> Tensor:
         table = self._table
         input_ids, positions, slots, cu_seqlens_q, seq_lens = self._kernels.prepare_inputs(
             table.token_table,
@@ -428,7 +436,7 @@ class ModelRunner:
                 )
             ]
         )
-        logits = self._adapter.forward(input_ids, positions, inputs.logit_indices.long())
+        logits = self._adapter.forward(input_ids, positions, inputs.logit_indices.long(), embeds)
         self._attention.end()
         return logits
 
@@ -476,9 +484,18 @@ def _coarse(features: SampleFeatures) -> SampleFeatures:
 
 
 def _needs_parts(plan: BatchPlan) -> bool:
-    """Whether anybody must see scores between the parts of a step."""
+    """Whether anybody must see scores between the parts of a step, or the model gets something else than tokens."""
     has_host_processors = any(row.processing.processors for row in plan.host_rows)
-    return has_host_processors or bool(plan.logprob_rows or plan.scored_prompts)
+    return has_host_processors or bool(plan.logprob_rows or plan.scored_prompts or plan.embedded_prompts)
+
+
+def _prompt_embeds(plan: BatchPlan) -> list[tuple[int, Tensor]]:
+    """The first of the step's tokens that are vectors, and these, for each piece of a prompt that is."""
+    begins = [0, *accumulate(row.count for row in plan.rows)]
+    return [
+        (begins[piece.row_index], piece.embeds.values[piece.start : piece.start + piece.count])
+        for piece in plan.embedded_prompts
+    ]
 
 
 def _scored_indices(plan: BatchPlan) -> Tensor:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Literal
 
-from cbtriton.request import HostProcessing, LogprobParams, SamplingParams
+from cbtriton.request import HostProcessing, LogprobParams, PromptEmbeds, SamplingParams
 
 Path = Literal["varlen", "decode"]
 
@@ -110,6 +110,23 @@ class ScoredPrompt:
 
 
 @dataclass(frozen=True, slots=True)
+class EmbeddedPrompt:
+    """A piece of a prompt that the model gets as vectors.
+
+    Attributes:
+        row_index: Which of the step's rows it is.
+        start: Position of the first token that runs.
+        count: How many of the row's tokens are vectors.
+        embeds: Those of the whole prompt.
+    """
+
+    row_index: int
+    start: int
+    count: int
+    embeds: PromptEmbeds
+
+
+@dataclass(frozen=True, slots=True)
 class TableEntries:
     """Blocks `block_ids` are entries `first_index`, `first_index + 1`, … of a group's block table."""
 
@@ -168,6 +185,7 @@ class BatchPlan:
         host_rows: Sampling rows that need functions of their callers.
         logprob_rows: Sampling rows that want other log-probabilities than the engine's.
         scored_prompts: Pieces of prompts whose tokens' log-probabilities are wanted.
+        embedded_prompts: Pieces of prompts that the model gets as vectors.
         rows_left: Rows whose requests left them since the plan before; others may enter them in this one.
         forked_rows: Rows whose kept state nobody needs once the rows of this plan have begun.
     """
@@ -184,6 +202,7 @@ class BatchPlan:
     host_rows: tuple[HostRow, ...] = ()
     logprob_rows: tuple[LogprobRow, ...] = ()
     scored_prompts: tuple[ScoredPrompt, ...] = ()
+    embedded_prompts: tuple[EmbeddedPrompt, ...] = ()
     rows_left: tuple[int, ...] = ()
     forked_rows: tuple[int, ...] = ()
 

@@ -238,6 +238,20 @@ class GenerationOutput:
         return self.status >= RequestStatus.FINISHED
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class PromptEmbeds:
+    """A prompt as the vectors that its tokens stand for.
+
+    Attributes:
+        values: `[num_tokens, embedding_size]` on the model's device; nobody changes it. A tensor, which nothing on the
+            host side looks into.
+        digest: Of its contents: prompts with other ones share no cached prefix, whatever their tokens.
+    """
+
+    values: Any
+    digest: str
+
+
 @dataclass(slots=True, eq=False)
 class Request:
     """The scheduler's view of one request. Only `Scheduler` changes it.
@@ -250,6 +264,7 @@ class Request:
         streaming: Whether each token is delivered as it comes.
         record_timestamps: Whether the time of each token is kept.
         cache_salt: Requests with different salts never share cached blocks.
+        embeds: What the model gets in place of the prompt's tokens; None for an ordinary request.
         parent_id: Id of the request whose prompt cache this one may fork; None for an ordinary request.
         is_pin: Whether its prompt stays in the cache after its end, until `Scheduler.unpin`.
         generated: Tokens generated so far.
@@ -277,6 +292,7 @@ class Request:
     streaming: bool = False
     record_timestamps: bool = False
     cache_salt: str | None = None
+    embeds: PromptEmbeds | None = None
     parent_id: str | None = None
     is_pin: bool = False
     generated: list[int] = field(default_factory=list)
@@ -297,6 +313,12 @@ class Request:
     finished_time: float = -1.0
     error: str | None = None
     finish_reason: FinishReason | None = None
+
+    @property
+    def cache_keys(self) -> tuple[tuple[str, str], ...]:
+        """What cached prefixes must have been computed under, beside their tokens: kinds and values."""
+        salt = () if self.cache_salt is None else (("cache_salt", self.cache_salt),)
+        return salt if self.embeds is None else (*salt, ("embeds", self.embeds.digest))
 
     @property
     def num_tokens(self) -> int:

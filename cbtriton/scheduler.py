@@ -17,6 +17,7 @@ from cbtriton.plan import (
     BatchPlan,
     BlockCopy,
     BlockTableUpdate,
+    EmbeddedPrompt,
     HostRow,
     Idle,
     LogprobRow,
@@ -481,7 +482,7 @@ class Scheduler:
             return _Prefix(num_tokens, forked_row=parent.row, block_copies=block_copies)
         # Log-probabilities of a prompt come with its tokens: what is cached is computed again for them.
         num_usable = len(token_ids) if request.is_prompt_scored else len(request.prompt_logprobs) + 1
-        match = self._blocks.match_prefix(token_ids[:num_usable], request.cache_salt)
+        match = self._blocks.match_prefix(token_ids[:num_usable], request.cache_keys)
         return _Prefix(self._blocks.start(request.request_id, match), forked_row=None, block_copies=())
 
     def _parent_to_fork(self, request: Request, draft: _Draft) -> Request | None:
@@ -497,7 +498,7 @@ class Scheduler:
         if self._limits.keeps_states and parent.request_id not in self._kept_states:
             return None
         # Once the parent has ended, its id may name a request that is no relation.
-        is_related = parent.prompt_ids == request.prompt_ids and parent.cache_salt == request.cache_salt
+        is_related = parent.prompt_ids == request.prompt_ids and parent.cache_keys == request.cache_keys
         return parent if is_related else None
 
     def _restore(self, request: Request, prefix: _Prefix) -> int:
@@ -583,6 +584,7 @@ class Scheduler:
         host_rows: list[HostRow] = []
         logprob_rows: list[LogprobRow] = []
         scored_prompts: list[ScoredPrompt] = []
+        embedded_prompts: list[EmbeddedPrompt] = []
         num_tokens = max_seq_len = num_samples = 0
         for share in draft.shares.values():
             request = share.request
@@ -598,6 +600,9 @@ class Scheduler:
             if share.num_scored > 0:
                 targets = request.prompt_ids[start + 1 : start + 1 + share.num_scored]
                 scored_prompts.append(ScoredPrompt(len(rows), start, tuple(targets)))
+            if request.embeds is not None and start < len(request.prompt_ids):
+                num_embedded = min(share.count, len(request.prompt_ids) - start)
+                embedded_prompts.append(EmbeddedPrompt(len(rows), start, num_embedded, request.embeds))
             num_samples += samples
             keeps_state = self._limits.keeps_states and self._has_forks_at(request, start + share.count)
             if keeps_state:
@@ -628,6 +633,7 @@ class Scheduler:
             host_rows=tuple(host_rows),
             logprob_rows=tuple(logprob_rows),
             scored_prompts=tuple(scored_prompts),
+            embedded_prompts=tuple(embedded_prompts),
             rows_left=rows_left,
             forked_rows=forked_rows,
         )
@@ -739,7 +745,7 @@ class Scheduler:
         """Pins the prompt of a request that has just ended; returns why that cannot be."""
         blocks = self._blocks
         # One more token than there is: all of the prompt may match.
-        blocks.pin(request.request_id, blocks.match_prefix([*request.prompt_ids, 0], request.cache_salt))
+        blocks.pin(request.request_id, blocks.match_prefix([*request.prompt_ids, 0], request.cache_keys))
         for other in self._requests.values():
             needed = blocks.peak_blocks(len(other.prompt_ids) + other.stop.max_new_tokens - 1, 1)
             if needed > blocks.num_unpinned:

@@ -20,9 +20,13 @@ def make(num_blocks: int = 8, *, share_blocks: bool = True) -> BlockManager:
     return BlockManager(num_blocks, (GroupKind(window=0, page_size=P, num_groups=1),), share_blocks)
 
 
+def keys(salt: str | None) -> list[tuple[str, str]]:
+    return [] if salt is None else [("cache_salt", salt)]
+
+
 def compute(blocks: BlockManager, request_id: str, tokens: list[int], salt: str | None = None) -> int:
     """Starts a request, lets it run all its tokens; returns how many of them were in the cache."""
-    num_cached = blocks.start(request_id, blocks.match_prefix(tokens, salt))
+    num_cached = blocks.start(request_id, blocks.match_prefix(tokens, keys(salt)))
     blocks.extend(request_id, num_cached, len(tokens))
     blocks.index_blocks(request_id, tokens, len(tokens))
     blocks.check_invariants()
@@ -35,7 +39,7 @@ def table(blocks: BlockManager, request_id: str) -> tuple[int, ...]:
 
 
 def num_cached(blocks: BlockManager, tokens: list[int], salt: str | None = None) -> int:
-    return blocks.match_prefix(tokens, salt).num_tokens
+    return blocks.match_prefix(tokens, keys(salt)).num_tokens
 
 
 # ------------------------------------------------------------------------------------------------ tables
