@@ -58,6 +58,20 @@ class CompileMonitor:
         self.compile_time = 0.0
         self.preparations: list[Preparation] = []
         self.is_warm = False
+        # Whether code for all sizes also serves those that make some stride equal to another.
+        self._ignores_coincidences = True
+
+    def fall_back(self) -> bool:
+        """Lets the compiler look at sizes more closely from now on, which some models need; False if it does already.
+
+        A size that makes some stride equal to another then has a graph of its own, compiled when it comes.
+        """
+        if not self._ignores_coincidences:
+            return False
+        _logger.warning("compiling again with graphs of their own for single sizes")
+        self._ignores_coincidences = False
+        self.__dict__.pop("_compiler_settings", None)
+        return True
 
     @contextmanager
     def watch(self, name: str) -> Iterator[None]:
@@ -97,8 +111,13 @@ class CompileMonitor:
             # 16-bit models round where they do when not compiled. It costs nothing that could be measured, and without
             # it some logits of a bf16 model were 4 off, as far as bf16 itself is from float32.
             inductor_config.patch(emulate_precision_casts=True),
-            # Sizes that are equal by chance, such as rows and tokens of a decode step, are no promise.
-            shapes_config.patch(use_duck_shape=False),  # pyright: ignore[reportAttributeAccessIssue]
+            shapes_config.patch(  # pyright: ignore[reportAttributeAccessIssue]
+                # Sizes that are equal by chance, such as rows and tokens of a decode step, are no promise.
+                use_duck_shape=False,
+                # Nor is one that makes some stride equal to another: there would be a graph for it, compiled while
+                # requests wait. No size is ever 1, see `PaddingPolicy`.
+                backed_size_oblivious=self._ignores_coincidences,
+            ),
         )
 
     def _note(self, name: str, count: int) -> None:

@@ -11,12 +11,13 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import accumulate
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from cbtriton.attention import PagedAttention
-from cbtriton.compile import CompiledLayers, CompileMonitor
+from cbtriton.compile import CompiledLayers, CompileError, CompileMonitor
 from cbtriton.config import CompileSettings, EngineConfig
 from cbtriton.forward_context import ForwardContext
 from cbtriton.graphs import GraphKey, GraphStore, Outputs
@@ -52,6 +53,8 @@ _ERRORS = {
     "masks rules out all of them; allow more tokens",
     SampleOutcome.UNUSABLE: "the model produced no usable logits (NaN or infinity)",
 }
+
+_Result = TypeVar("_Result")
 
 # `omp_pause_soft`: what threads have stored survives.
 _SOFT = 1
@@ -224,8 +227,8 @@ class ModelRunner:
         """Runs a step of padding at the sizes of `bucket`, so that all it needs has been compiled and captured."""
         for features in self._kinds if self._is_one_graph(bucket.path) else (_GREEDY,):
             key, step = self._step(bucket, self._writer.padding(bucket, features))
-            with torch.no_grad(), self._compiled(bucket):
-                self._graphs.prepare(key, step)
+            with torch.no_grad():
+                self._run_compiled(bucket, partial(self._graphs.prepare, key, step))
 
     @torch.no_grad()
     def logits(self, plan: BatchPlan, bucket: Bucket, compiled: bool) -> Tensor:
@@ -237,8 +240,10 @@ class ModelRunner:
             compiled: Whether compiled layers run as such. What is compiled as part of a whole step never does.
         """
         inputs = self._writer.fill(plan, bucket)
-        with self._compiled(bucket) if compiled else nullcontext(), self._states.step(plan):
-            return self._logits(inputs, bucket.path, bucket.num_tokens, bucket.max_kv)[: _num_samples(plan)]
+        run = partial(self._logits, inputs, bucket.path, bucket.num_tokens, bucket.max_kv)
+        with self._states.step(plan):
+            logits = self._run_compiled(bucket, run) if compiled else run()
+        return logits[: _num_samples(plan)]
 
     def stop(self) -> None:
         """Waits for a step that is running, forgets those behind it, and gives the layers back as they were."""
@@ -278,8 +283,7 @@ class ModelRunner:
     @torch.no_grad()
     def _launch(self, bucket: Bucket, inputs: StepInputs) -> Outputs:
         key, step = self._step(bucket, inputs)
-        with self._compiled(bucket):
-            return self._graphs.run(key, step)
+        return self._run_compiled(bucket, partial(self._graphs.run, key, step))
 
     @torch.no_grad()
     def _launch_in_parts(
@@ -287,11 +291,10 @@ class ModelRunner:
     ) -> tuple[Outputs, _Extras]:
         """Runs a step that is not like others: as it is, whether or not whole steps are compiled or captured."""
         inputs = replace(inputs, features=replace(inputs.features, use_processors=True))
-        with self._compiled(bucket):
-            indices = torch.cat([inputs.logit_indices, _scored_indices(plan).to(self._adapter.device)])
-            scored = replace(inputs, logit_indices=indices)
-            embeds = _prompt_embeds(plan)
-            logits = self._logits(scored, bucket.path, bucket.num_tokens, bucket.max_kv, embeds)
+        indices = torch.cat([inputs.logit_indices, _scored_indices(plan).to(self._adapter.device)])
+        scored = replace(inputs, logit_indices=indices)
+        sizes = (bucket.path, bucket.num_tokens, bucket.max_kv)
+        logits = self._run_compiled(bucket, partial(self._logits, scored, *sizes, _prompt_embeds(plan)))
         logits, prompt_logits = logits[: bucket.num_samples], logits[bucket.num_samples :]
         scores = self._process(logits, inputs)
         errors = self._host.process(scores, plan.host_rows)
@@ -313,6 +316,17 @@ class ModelRunner:
 
     def _is_one_graph(self, path: Path) -> bool:
         return (self._region == "step" and self.is_path_compiled(path)) or self._graphs.takes(path)
+
+    def _run_compiled(self, bucket: Bucket, run: Callable[[], _Result]) -> _Result:
+        """Runs what may compile; a step that begins again writes the same once more."""
+        try:
+            with self._compiled(bucket):
+                return run()
+        except CompileError:
+            if not self.monitor.fall_back():
+                raise
+        with self._compiled(bucket):
+            return run()
 
     def _compiled(self, bucket: Bucket) -> AbstractContextManager[None]:
         self._layers.begin_step(bucket.path)

@@ -162,9 +162,9 @@ def try_own_cache(model: Any, plain_logits: Callable[[list[int]], Tensor], round
     try:
         expected = plain_logits(prompt)
         for continues_in_chunks in (True, False):
-            layout = _tried(model, argument, torch.tensor([prompt], device=model.device), continues_in_chunks, expected)
-            if layout is not None and layout[0] <= rounding * expected.abs().max().item():
-                return layout[1]
+            difference, layout = _tried(model, argument, prompt, continues_in_chunks, expected)
+            if difference <= rounding * expected.abs().max().item():
+                return layout
     except Exception:  # Whatever it is: the model's cache does not work, or not alone.
         _logger.debug("%s does not run on a cache of its own", type(model).__name__, exc_info=True)
     return None
@@ -199,9 +199,10 @@ def _pieces_of(model: Any, argument: str, input_ids: Tensor, ends: Sequence[int]
 
 
 def _tried(
-    model: Any, argument: str, input_ids: Tensor, continues_in_chunks: bool, expected: Tensor
+    model: Any, argument: str, prompt: list[int], continues_in_chunks: bool, expected: Tensor
 ) -> tuple[float, OwnCacheLayout]:
     """The largest difference to the expected logits, and what the cache takes."""
+    input_ids = torch.tensor([prompt], device=model.device)
     ends = _TRIAL_PIECES if continues_in_chunks else (_TRIAL_PIECES[0], *range(_TRIAL_PIECES[0] + 1, _TRIAL_TOKENS + 1))
     actual, sizes = [], []
     for logits, cache in _pieces_of(model, argument, input_ids, ends):

@@ -245,7 +245,7 @@ class Bench:
             plan = bind_plan(module)()
             attend = getattr(module, slot)
             where = (query, keys, values, tables, entries, *lengths)
-            return partial(attend, *where, plan, scale, 0, 0.0, None, length)
+            return partial(attend, *where, plan, scale, 0, 0, 0.0, None, None, length)
 
         dense = self._dense(query, keys, values, tables, entries, rows, length)
         if device.type == "cuda":

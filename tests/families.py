@@ -388,7 +388,7 @@ def _compared(model: PreTrainedModel, outputs: list[Any]) -> Outcome:
 @torch.no_grad()
 def _compared_one(model: PreTrainedModel, prompt: list[int], output: Any) -> tuple[float, bool]:
     """The error of the prompt's tokens and of the 20 likeliest behind each; whether the answer is the likeliest."""
-    logits = _plain_logits(model, prompt, output.generated_tokens)
+    logits = reference_logits(model, prompt, output.generated_tokens)
     expected = logits.log_softmax(-1)
     scored = expected[range(len(prompt) - 1), prompt[1:]]
     differences = [torch.tensor(output.prompt_logprobs) - scored] if len(prompt) > 1 else []
@@ -398,7 +398,7 @@ def _compared_one(model: PreTrainedModel, prompt: list[int], output: Any) -> tup
     return error.item(), expected[len(prompt) - 1 : -1].argmax(-1).tolist() == output.generated_tokens
 
 
-def _plain_logits(model: PreTrainedModel, prompt: list[int], answer: list[int]) -> torch.Tensor:
+def reference_logits(model: PreTrainedModel, prompt: list[int], answer: list[int]) -> torch.Tensor:
     """Of a pass without a cache, but see `OTHER_SINGLES`; `[num_tokens, vocab_size]` float32."""
     input_ids = torch.tensor([prompt + answer])
     if model.config.model_type not in OTHER_SINGLES:

@@ -15,6 +15,7 @@ import torch
 from torch._dynamo.utils import counters
 from torch._inductor.graph import GraphLowering
 from torch._inductor.utils import fresh_cache
+from torch.fx.experimental import _config as shapes_config
 
 from cbtriton import WorkloadHints
 from cbtriton.compile import CompileError
@@ -370,3 +371,19 @@ def test_a_warm_up_of_a_kept_session_leaves_no_prefix_that_its_check_wrote_over(
             manager.warmup()
     finally:
         manager.destroy()
+
+
+def test_a_model_that_cannot_be_compiled_for_all_sizes_at_once_is_compiled_again(model, tools, oracle, caplog):
+    @torch._dynamo.register_backend(name="particular")
+    def particular(module, inputs):
+        if shapes_config.backed_size_oblivious:
+            raise RuntimeError("these sizes may be anything")
+        return module.forward
+
+    how = {"backend": "particular", "fullgraph": True, "dynamic": True}
+    stats = run(model, tools, oracle, varlen_compile_config=how, decode_compile_config=how, **FEW_SIZES)
+    assert [record.message for record in caplog.records if "compiling again" in record.message] == [
+        "compiling again with graphs of their own for single sizes"
+    ]
+    assert stats.compilations > 0
+    assert stats.late_compilations == 0

@@ -89,6 +89,14 @@ def test_a_type_that_works_compiles_without_graph_breaks_or_says_why_not(familie
         assert outcome.kind == "works", outcome
 
 
+@pytest.mark.slow
+def test_sizes_that_make_strides_equal_are_served_by_the_same_graph(families):
+    """Three tokens of eight numbers lie as rows of twenty-four do: the code generator has another graph for that."""
+    torch._dynamo.reset()
+    outcome = families.ours("deepseek_v2", level=1)
+    assert outcome.kind == "works", outcome
+
+
 def test_settings_that_no_default_has_work(families):
     outcomes = {name: families.ours(name) for name in families.VARIANTS}
     assert {name: outcome for name, outcome in outcomes.items() if outcome.kind != "works"} == {}

@@ -248,3 +248,15 @@ def test_answers_are_those_of_plain_generate_on_every_course(tools, model, answe
 )
 def test_triton_kernels_answer_like_plain_generate(tools, model, answers, course):
     check(tools, model, answers, course, "triton")
+
+
+def test_pages_in_front_of_a_chunk_are_given_back(tools) -> None:
+    model = tools.build(CONFIGS["llama4_chunks"])
+    with tools.running(model, page_size=4, num_blocks=64) as manager:
+        kinds = {kind.window: kind for kind in manager.engine_config.cache_layout.kinds}
+        assert set(kinds) == {0, 8}
+        name = manager.add_request(tools.prompt(60), max_new_tokens=8)
+        manager.get_result(name, timeout=tools.patience)
+        # All of the full layer's pages, and of the others' those that a window of a chunk's size sees.
+        assert kinds[8].peak_pages(68, 1) < kinds[0].peak_pages(68, 1)
+        assert manager.model_facts.cached_layers[0].window == 8

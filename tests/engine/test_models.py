@@ -9,14 +9,12 @@ from transformers import (
     BartConfig,
     BertConfig,
     CLIPVisionConfig,
-    FalconConfig,
     Gemma2Config,
     Gemma3Config,
     Gemma3ForConditionalGeneration,
     Gemma3TextConfig,
     GPT2Config,
     GptOssConfig,
-    Llama4TextConfig,
     LlamaConfig,
     LlavaConfig,
     LlavaForConditionalGeneration,
@@ -193,30 +191,30 @@ def test_a_bfloat16_model_stays_near_its_dense_log_probabilities(tools):
     ("make", "message"),
     [
         (
-            lambda tools: AutoModelForSeq2SeqLM.from_config(
+            lambda tools, families: AutoModelForSeq2SeqLM.from_config(
                 BartConfig(d_model=32, encoder_layers=1, decoder_layers=1, vocab_size=128, max_position_embeddings=64)
             ),
             "BartForConditionalGeneration is an encoder-decoder",
         ),
         (
-            lambda tools: tools.build(Llama4TextConfig(**SIZES, head_dim=16, num_local_experts=2, pad_token_id=0)),
-            "Llama4ForCausalLM has layers of type chunked_attention; supported are attention, conv, full_attention,",
+            lambda tools, families: families.build("recurrent_gemma"),
+            "RecurrentGemmaForCausalLM has layers of type linear_attention, but none that keeps its state in a cache",
         ),
         (
-            lambda tools: tools.build(BertConfig(**{k: v for k, v in SIZES.items() if k != "num_key_value_heads"})),
+            lambda tools, families: tools.build(
+                BertConfig(**{k: v for k, v in SIZES.items() if k != "num_key_value_heads"})
+            ),
             "BertLMHeadModel|BertSelfAttention is not causal",
         ),
         (
-            lambda tools: tools.build(
-                FalconConfig(hidden_size=64, num_hidden_layers=1, num_attention_heads=4, vocab_size=128)
-            ),
-            "FalconForCausalLM does not call transformers' attention interface",
+            lambda tools, families: families.build("xlnet"),
+            "XLNetLMHeadModel does not call transformers' attention interface",
         ),
     ],
-    ids=["encoder_decoder", "chunked_attention", "bidirectional", "own_attention"],
+    ids=["encoder_decoder", "states of its own", "bidirectional", "attention of its own"],
 )
-def test_a_model_that_cannot_be_paged_is_refused_by_name_in_the_callers_thread(tools, make, message):
-    model = cbtriton.enable(make(tools))
+def test_a_model_that_cannot_be_run_is_refused_by_name_in_the_callers_thread(tools, families, make, message):
+    model = cbtriton.enable(make(tools, families))
     before = (model.config._attn_implementation, model.training)
     with pytest.raises(UnsupportedModelError, match=message):
         model.init_continuous_batching(tools.options(), tools.small())

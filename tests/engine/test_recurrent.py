@@ -144,6 +144,49 @@ def test_several_sequences_of_one_prompt_begin_with_copies_of_its_state(tools, f
     assert state <= left <= 3 * state, "states go with their requests"
 
 
+def test_sequences_that_differ_behind_their_prompt_keep_states_of_their_own(tools, family: Family) -> None:
+    if family.name in OTHER_SINGLES:
+        pytest.skip("a pass without a cache gives something else")
+    options = tools.options(num_return_sequences=4, do_sample=True, temperature=1.0)
+    settings = {"page_size": 4, "max_batch_tokens": 16, "return_logprobs": True}
+    with tools.running(family.model, options, kernels=REFERENCE, **settings) as manager:
+        name = manager.add_request(PROMPTS[1], max_new_tokens=LENGTH)
+        names = (name, *(f"{name}__child#{child}" for child in range(3)))
+        outputs = [manager.get_result(each, timeout=tools.patience) for each in names]
+        assert manager.stats().forks == 3
+    assert len({tuple(output.generated_tokens) for output in outputs}) > 1
+    for output in outputs:
+        expected = tools.dense_logprobs(family.model, PROMPTS[1], output.generated_tokens)
+        chosen = expected[range(LENGTH), output.generated_tokens]
+        torch.testing.assert_close(torch.tensor(output.logprobs), chosen, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("name", ["zamba2", "nemotron_h"])
+@pytest.mark.parametrize(("num_blocks", "step_tokens"), [(96, 3), (96, 4), (96, 5), (12, 5)])
+def test_prompts_run_in_pieces_and_answers_one_by_one_where_that_differs(
+    tools, families, name, num_blocks, step_tokens
+) -> None:
+    model = families.build(name)
+    settings = {"num_blocks": num_blocks, "max_batch_tokens": step_tokens, "max_requests_per_batch": 3}
+    wish = {"max_new_tokens": LENGTH, "prompt_logprobs": True, "logprobs": "raw"}
+    with tools.running(model, kernels=REFERENCE, page_size=4, safety_margin=0.0, **settings) as manager:
+        ids = [manager.add_request(prompt, **wish) for prompt in PROMPTS]
+        outputs = [manager.get_result(each, timeout=tools.patience) for each in ids]
+        assert (manager.stats().preemptions > 0) == (num_blocks < 96)
+    for prompt, output in zip(PROMPTS, outputs, strict=True):
+        expected = families.reference_logits(model, prompt, output.generated_tokens).log_softmax(-1)
+        tokens = [*prompt, *output.generated_tokens][1:]
+        actual = torch.tensor([*output.prompt_logprobs, *output.logprobs])
+        torch.testing.assert_close(actual, expected[range(len(tokens)), tokens], rtol=1e-3, atol=1e-3)
+
+
+def test_steps_too_small_for_such_pieces_are_refused(tools, families) -> None:
+    with pytest.raises(ValueError, match=r"max_batch_tokens must be at least 3 for this model, .* got 2"):
+        cbtriton.ContinuousBatchingManager(
+            families.build("zamba2"), tools.options(), tools.small(max_batch_tokens=2), None, REFERENCE
+        )
+
+
 @pytest.fixture(scope="module")
 def delta_net(tools) -> Family:
     return Family(tools, "qwen3_next")
