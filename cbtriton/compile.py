@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from functools import cached_property, wraps
 from itertools import chain
 from operator import is_
+from pathlib import PurePath
+from traceback import FrameSummary
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -88,7 +90,8 @@ class CompileMonitor:
                 yield
         except TorchDynamoException as error:
             raise CompileError(
-                f"{name} cannot be compiled: {error}. Set default_compile_level=0, or the path's compile config to None"
+                f"{name} cannot be compiled{_place(error)}; set default_compile_level=0, or the path's compile config "
+                f"to None. The compiler says: {error}"
             ) from error
         count = counters["stats"]["unique_graphs"] - before
         if count > 0:
@@ -130,6 +133,15 @@ class CompileMonitor:
             self.late_compilations += count
             reasons = "; ".join(dict.fromkeys(str(metrics.recompile_reason) for metrics in newest))
             _logger.warning("compiled %d graphs late, %.1f s, for a step %s: %s", count, seconds, name, reasons)
+
+
+def _place(error: TorchDynamoException) -> str:
+    """The line of the model, or of what it calls, that the compiler could not go beyond, where it says so."""
+    frames: Sequence[FrameSummary] = getattr(error, "real_stack", None) or ()
+    if not frames:
+        return ""
+    frame = frames[-1]
+    return f" because of {PurePath(frame.filename).name}, line {frame.lineno}, in {frame.name}: `{frame.line}`"
 
 
 class CompiledLayers:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from types import MethodType
 from typing import Any
 
 import torch
@@ -31,17 +32,18 @@ class OwnAttention:
     def __init__(self, model: nn.Module) -> None:
         forwards = {module: _forward_of(module) for module in model.modules()}
         self._forwards = {module: forward for module, forward in forwards.items() if forward is not None}
-        self._slopes = {
-            module: slopes for module in self._forwards if (slopes := _alibi_slopes_of(module, model)) is not None
-        }
+        # The same in all layers.
+        slopes = next((_alibi_slopes_of(module, model) for module in self._forwards), None)
+        self._how = {} if slopes is None else {"alibi_slopes": slopes}
         self._needs_mask = any(type(module).__name__ in _NEED_A_MASK for module in self._forwards)
         self._replaced = ReplacedForwards()
 
     def attach(self, attention: AttentionFunction) -> None:
         """Makes the layers call `attention`."""
+        runs = {forward: _run(forward, attention, self._how) for forward in self._forwards.values()}
         for module, forward in self._forwards.items():
-            how: dict[str, Any] = {"alibi_slopes": self._slopes[module]} if module in self._slopes else {}
-            self._replaced.replace(module, partial(forward, module, partial(_attend, attention, module, how)))
+            # Methods of one function, so that a graph compiled for one layer serves all.
+            self._replaced.replace(module, MethodType(runs[forward], module))
 
     def detach(self) -> None:
         """Gives the layers back as they were; harmless when they are."""
@@ -53,6 +55,15 @@ class OwnAttention:
         Masks with four dimensions are handed on as they are.
         """
         return {"attention_mask": torch.zeros(1, 1, 1, 1, device=device)} if self._needs_mask else {}
+
+
+def _run(forward: Forward, attention: AttentionFunction, how: dict[str, Any]) -> Forward:
+    """What all layers of a model that have this forward run in place of their own."""
+
+    def run(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return forward(self, partial(_attend, attention, self, how), *args, **kwargs)
+
+    return run
 
 
 def _attend(

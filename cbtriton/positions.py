@@ -11,6 +11,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from types import MethodType
 from typing import Any
 
 import torch
@@ -41,8 +42,9 @@ class PositionEmbeddings:
         """Puts the embeddings on the positions of steps."""
         for module in self._modules:
             self._replaced.replace(module, partial(self._forward, module.forward))
+        tuned = self._tuned_forward()
         for module in self._tuned:
-            self._replaced.replace(module, partial(self._forward_tuned, module.forward))
+            self._replaced.replace(module, MethodType(tuned, module))
 
     def detach(self) -> None:
         """Gives the embeddings back as they were; harmless when they are."""
@@ -61,9 +63,15 @@ class PositionEmbeddings:
     def _forward(self, forward: Callable[..., Tensor], *args: Any, position_ids: None = None, **kwargs: Any) -> Tensor:
         return forward(*args, position_ids=self._positions, **kwargs)
 
-    def _forward_tuned(self, forward: Callable[..., Any], *args: Any, cache: None = None, **kwargs: Any) -> Any:
-        assert self._positions is not None
-        return forward(*args, cache=_Positions(self._positions), **kwargs)
+    def _tuned_forward(self) -> Callable[..., Any]:
+        """A method for all of these layers, so that a graph compiled for one serves all."""
+        told = self
+
+        def forward(self: Any, *args: Any, cache: None = None, **kwargs: Any) -> Any:
+            assert told._positions is not None
+            return type(self).forward(self, *args, cache=_Positions(told._positions), **kwargs)
+
+        return forward
 
 
 class _Positions:
@@ -93,7 +101,8 @@ def _takes_positions_or_length(module: nn.Module) -> bool:
 def _tunes_temperature(module: nn.Module) -> bool:
     """Whether an attention layer scales queries by their position, which it counts from the length of its cache."""
     is_tuned = getattr(module, "attn_temperature_tuning", False) and not getattr(module, "use_rope", True)
-    return bool(is_tuned) and "cache" in inspect.signature(module.forward).parameters
+    # A forward that somebody put on the layer is its own affair.
+    return bool(is_tuned) and "forward" not in vars(module) and "cache" in inspect.signature(module.forward).parameters
 
 
 def position_offset(model: Any, arguments: Mapping[str, Any]) -> int:

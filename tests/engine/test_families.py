@@ -89,6 +89,17 @@ def test_a_type_that_works_compiles_without_graph_breaks_or_says_why_not(familie
         assert outcome.kind == "works", outcome
 
 
+@pytest.mark.parametrize("model_type", ["falcon", "bloom"])
+def test_layers_with_forwards_of_ours_share_their_graphs(families, tools, model_type):
+    torch._dynamo.reset()
+    how = {"backend": "aot_eager", "fullgraph": True, "dynamic": True}
+    with tools.running(families.build(model_type), varlen_compile_config=how, decode_compile_config=how) as manager:
+        manager.stop()
+        manager.warmup()
+        # One for each path.
+        assert manager.stats().compilations == 2
+
+
 @pytest.mark.slow
 def test_sizes_that_make_strides_equal_are_served_by_the_same_graph(families):
     """Three tokens of eight numbers lie as rows of twenty-four do: the code generator has another graph for that."""
