@@ -78,7 +78,7 @@ class Inputs:
         cu_seqlens_q = torch.cat([torch.zeros(1), counts]).cumsum(0).to(torch.int32)
         query = self.normal(num_tokens, NUM_HEADS, HEAD_DIM)
         where = (query, *self.caches(), self.tables(), self.rows(), cu_seqlens_q, seq_lens)
-        return (*where, HEAD_DIM**-0.5, 0, 0.0, self.normal(NUM_HEADS), MAX_KV)
+        return (*where, HEAD_DIM**-0.5, 0, 0, 0.0, self.normal(NUM_HEADS), None, MAX_KV)
 
     def decode_attention(self) -> tuple:
         return self.attention(torch.ones(self.num_rows, dtype=torch.int32), self.num_rows)

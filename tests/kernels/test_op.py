@@ -72,7 +72,7 @@ def test_compiled_attention_is_one_graph_and_copies_no_cache(chain) -> None:
         write.kv_write(key, value, key_cache, value_cache, slots)
         plan = attention.plan(tables, rows, cu_seqlens_q, seq_lens, 4, 8)
         out = attention.decode_attention(
-            query * 2, key_cache, value_cache, tables, rows, seq_lens, plan, 0.25, 0, 0.0, None, 8
+            query * 2, key_cache, value_cache, tables, rows, seq_lens, plan, 0.25, 0, 0, 0.0, None, None, 8
         )
         return out + 1
 

@@ -36,7 +36,7 @@ def _decode_step(names: tuple[str, str, str], num_rows: int, bucket: int) -> tup
     write.kv_write(padded(key, torch.nan), padded(value, torch.nan), caches[0], caches[1], slots[0])
     plan = attention.plan(tables, rows, cu_seqlens_q, seq_lens, PAGE_SIZE, 20)
     out = attention.decode_attention(
-        padded(query, torch.nan), caches[0], caches[1], tables, rows, seq_lens, plan, 0.25, 0, 0.0, None, 20
+        padded(query, torch.nan), caches[0], caches[1], tables, rows, seq_lens, plan, 0.25, 0, 0, 0.0, None, None, 20
     )
     assert not out[num_rows:].any()
     return ids[:num_rows], positions[:num_rows], out[:num_rows], caches
