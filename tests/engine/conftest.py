@@ -218,6 +218,58 @@ def random_prompt(length: int, seed: int = 0) -> list[int]:
     return random.Random(1000 * seed + length).choices(range(VOCAB_SIZE), k=length)
 
 
+def sequences_of_one_prompt(
+    manager: ContinuousBatchingManager, prompts: list[list[int]], answers: list[list[int]], length: int
+) -> tuple[dict[str, list[int]], dict[str, list[int]]]:
+    """What each of three sequences of each prompt answers, and what it should; both by request id."""
+    parents = manager.add_requests(prompts, max_new_tokens=length)
+    expected = {
+        name: answer
+        for parent, answer in zip(parents, answers, strict=True)
+        for name in (parent, f"{parent}__child#0", f"{parent}__child#1")
+    }
+    return {name: manager.get_result(name).generated_tokens for name in expected}, expected
+
+
+def random_setting(chance: random.Random, seed: int) -> dict[str, Any]:
+    """Some blocks, steps and schedulers, every other time asynchronous."""
+    return {
+        "page_size": 4,
+        "num_blocks": chance.choice([20, 28, 64]),
+        "max_batch_tokens": chance.choice([6, 16, 64]),
+        "max_requests_per_batch": chance.choice([2, 4, 8]),
+        "scheduler_type": chance.choice(["fifo", "prefill_first"]),
+        "use_async_batching": seed % 2 == 0,
+        "safety_margin": 0.0,
+    }
+
+
+def assert_cancels_disturb_nobody(
+    manager: ContinuousBatchingManager,
+    prompts: list[list[int]],
+    answers: list[list[int]],
+    chance: random.Random,
+    num_requests: int,
+) -> None:
+    """Requests of random lengths come, and some are cancelled: all tokens are the first ones of their answers."""
+    added: dict[str, list[int]] = {}
+    cancelled = set()
+    planned = [
+        (place, chance.randint(1, len(answers[place]))) for place in chance.choices(range(len(prompts)), k=num_requests)
+    ]
+    for place, length in planned:
+        name = manager.add_request(prompts[place], max_new_tokens=length)
+        added[name] = answers[place][:length]
+        if chance.random() < 0.3:
+            cancelled.add(victim := chance.choice(list(added)))
+            manager.cancel_request(victim)
+    outputs = {name: manager.get_result(name) for name in added}
+    for name, expected in added.items():
+        tokens = outputs[name].generated_tokens
+        assert tokens == (expected[: len(tokens)] if name in cancelled else expected)
+    assert any(len(outputs[name].generated_tokens) == len(added[name]) for name in added)
+
+
 class Tools:
     """The helpers of this file, for tests that cannot import it."""
 
@@ -234,6 +286,9 @@ class Tools:
     small = staticmethod(small)
     options = staticmethod(greedy_options)
     prompt = staticmethod(random_prompt)
+    sequences_of_one_prompt = staticmethod(sequences_of_one_prompt)
+    random_setting = staticmethod(random_setting)
+    assert_cancels_disturb_nobody = staticmethod(assert_cancels_disturb_nobody)
     patience = PATIENCE
 
     @staticmethod

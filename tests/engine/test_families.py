@@ -13,6 +13,7 @@ from transformers import AutoConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from cbtriton import engine
+from cbtriton.manager import ContinuousBatchingManager
 
 EXPECTED = yaml.safe_load((Path(__file__).parents[1] / "families.yaml").read_text())
 # Of every kind that differs to the engine: windows, sinks, soft caps, latent keys, shared keys, experts, positions that
@@ -93,11 +94,14 @@ def test_a_type_that_works_compiles_without_graph_breaks_or_says_why_not(familie
 def test_layers_with_forwards_of_ours_share_their_graphs(families, tools, model_type):
     torch._dynamo.reset()
     how = {"backend": "aot_eager", "fullgraph": True, "dynamic": True}
-    with tools.running(families.build(model_type), varlen_compile_config=how, decode_compile_config=how) as manager:
-        manager.stop()
+    config = tools.small(varlen_compile_config=how, decode_compile_config=how)
+    manager = ContinuousBatchingManager(families.build(model_type), tools.options(), config)
+    try:
         manager.warmup()
         # One for each path.
         assert manager.stats().compilations == 2
+    finally:
+        manager.destroy()
 
 
 @pytest.mark.slow

@@ -126,13 +126,8 @@ def test_several_sequences_of_one_prompt_begin_with_copies_of_its_state(tools, f
     options = tools.options(num_return_sequences=3, do_sample=True, temperature=1e-6)
     settings = {"page_size": 4, "max_batch_tokens": 16, "use_async_batching": is_async}
     with tools.running(family.model, options, kernels=REFERENCE, **settings) as manager:
-        parents = manager.add_requests(PROMPTS[:3], max_new_tokens=LENGTH)
-        names = {
-            name: answer
-            for parent, answer in zip(parents, family.answers, strict=False)
-            for name in (parent, f"{parent}__child#0", f"{parent}__child#1")
-        }
-        assert {name: manager.get_result(name).generated_tokens for name in names} == names
+        answers, expected = tools.sequences_of_one_prompt(manager, PROMPTS[:3], family.answers[:3], LENGTH)
+        assert answers == expected
         stats = manager.stats()
         (name,) = manager.add_requests(PROMPTS[4:5], max_new_tokens=1)
         manager.get_result(name)
@@ -195,28 +190,8 @@ def delta_net(tools) -> Family:
 @pytest.mark.parametrize("seed", range(8))
 def test_requests_that_come_and_are_cancelled_disturb_nobody(tools, delta_net: Family, seed: int) -> None:
     chance = random.Random(seed)
-    options = {
-        "page_size": 4,
-        "num_blocks": chance.choice([20, 28, 64]),
-        "max_batch_tokens": chance.choice([6, 16, 64]),
-        "max_requests_per_batch": chance.choice([2, 4, 8]),
-        "scheduler_type": chance.choice(["fifo", "prefill_first"]),
-        "use_async_batching": seed % 2 == 0,
-    }
-    with tools.running(delta_net.model, kernels=REFERENCE, safety_margin=0.0, **options) as manager:
-        planned = [(place, chance.randint(1, LENGTH)) for place in chance.choices(range(len(PROMPTS)), k=24)]
-        added, cancelled = {}, set()
-        for place, length in planned:
-            name = manager.add_request(PROMPTS[place], max_new_tokens=length)
-            added[name] = delta_net.answers[place][:length]
-            if chance.random() < 0.3:
-                cancelled.add(victim := chance.choice(list(added)))
-                manager.cancel_request(victim)
-        outputs = {name: manager.get_result(name) for name in added}
-    for name, expected in added.items():
-        tokens = outputs[name].generated_tokens
-        assert tokens == (expected[: len(tokens)] if name in cancelled else expected)
-    assert any(len(outputs[name].generated_tokens) == len(added[name]) for name in added)
+    with tools.running(delta_net.model, kernels=REFERENCE, **tools.random_setting(chance, seed)) as manager:
+        tools.assert_cancels_disturb_nobody(manager, PROMPTS, delta_net.answers, chance, 24)
 
 
 def test_new_weights_in_a_pause_and_a_second_session_begin_with_empty_states(tools) -> None:
