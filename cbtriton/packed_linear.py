@@ -38,6 +38,8 @@ _MIN_ROWS_UPCAST = 4
 
 LinearGroup = tuple[nn.Linear, ...]
 
+_multiply_packed = torch.ops.mkldnn._linear_pointwise.default
+
 
 @contextmanager
 def record_linear_groups(model: nn.Module) -> Iterator[list[LinearGroup]]:
@@ -220,6 +222,8 @@ class _Product:
     def __init__(self, modules: LinearGroup, packed: Tensor) -> None:
         self.modules = modules
         self.packed = packed
+        # Kept, because a compiler takes it for a constant, and tensors in oneDNN's order for something to be read.
+        self._dtype = packed.dtype
         self._sizes = [module.out_features for module in modules]
         self._waiting: _Waiting | None = None
 
@@ -238,8 +242,14 @@ class _Product:
         # Read at each call: somebody may have changed or replaced them.
         weights: list[Tensor] = [module.weight for module in self.modules]
         biases: list[Tensor] = [module.bias for module in self.modules if module.bias is not None]
+        size = sum(self._sizes)
+        if self._dtype is input.dtype:
+            bias = _stack(biases) if biases else None
+            if torch.compiler.is_compiling():
+                return torch.ops.cbtriton.packed_product.default(input, self.packed, bias, size)
+            return _packed_product(input, self.packed, bias, size)
         multiply = torch.ops.cbtriton.packed_linear.default if torch.compiler.is_compiling() else _packed_linear
-        return multiply(input, self.packed, weights, biases, sum(self._sizes))
+        return multiply(input, self.packed, weights, biases, size)
 
 
 # Attribute of a layer that says where its outputs come from, while that is so.
@@ -274,8 +284,19 @@ def _requires_grad(module: nn.Linear, input: Tensor) -> bool:
     return input.requires_grad or any(parameter.requires_grad for parameter in module.parameters())
 
 
+def _packed_product(input: Tensor, packed: Tensor, bias: Tensor | None, size: int) -> Tensor:
+    """`input` times the packed weights plus `bias`, `[..., size]`; all of one dtype.
+
+    An operation of its own besides oneDNN's, which Inductor takes over only for weights that it packed itself, and
+    besides `packed_linear`, because lists of tensors take 6 us to get through the dispatcher.
+    """
+    return _multiply_packed(input, packed, bias, "none", [], "")
+
+
 def _packed_linear(input: Tensor, packed: Tensor, weights: list[Tensor], biases: list[Tensor], size: int) -> Tensor:
     """`input` times the stacked weights plus the stacked biases, `[..., size]` in the input's dtype.
+
+    For weights that are packed in another dtype than the input's.
 
     Args:
         input: `[..., in_features]`.
@@ -284,11 +305,11 @@ def _packed_linear(input: Tensor, packed: Tensor, weights: list[Tensor], biases:
         biases: One for each weight, or none.
         size: So that nothing has to be read from tensors whose layout only oneDNN knows.
     """
-    linear, dtype = torch.ops.mkldnn._linear_pointwise.default, packed.dtype
-    if dtype is not input.dtype and input.numel() < _MIN_ROWS_UPCAST * input.shape[-1]:
+    dtype = packed.dtype
+    if input.numel() < _MIN_ROWS_UPCAST * input.shape[-1]:
         return _stack([F.linear(input, *parts) for parts in zip(weights, *([biases] if biases else []), strict=True)])
     bias = _stack(biases).to(dtype) if biases else None
-    return linear(input.to(dtype), packed, bias, "none", [], "").to(input.dtype)
+    return _multiply_packed(input.to(dtype), packed, bias, "none", [], "").to(input.dtype)
 
 
 def _stack(tensors: list[Tensor]) -> Tensor:
@@ -297,9 +318,16 @@ def _stack(tensors: list[Tensor]) -> Tensor:
 
 # Defined at the lowest level: a layer calls it several times per step, and `torch.library.custom_op` adds 60 us a call.
 _library = torch.library.Library("cbtriton", "FRAGMENT")
+_library.define("packed_product(Tensor input, Tensor packed, Tensor? bias, int size) -> Tensor")
 _library.define("packed_linear(Tensor input, Tensor packed, Tensor[] weights, Tensor[] biases, int size) -> Tensor")
-_library.impl("packed_linear", _packed_linear, "CPU")
-_library.impl("packed_linear", _packed_linear, "MkldnnCPU")
+for _key in ("CPU", "MkldnnCPU"):
+    _library.impl("packed_product", _packed_product, _key)
+    _library.impl("packed_linear", _packed_linear, _key)
+
+
+@torch.library.register_fake("cbtriton::packed_product")
+def _(input: Tensor, packed: Tensor, bias: Tensor | None, size: int) -> Tensor:
+    return input.new_empty(*input.shape[:-1], size)
 
 
 @torch.library.register_fake("cbtriton::packed_linear")

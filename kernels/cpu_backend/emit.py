@@ -8,6 +8,7 @@
 | block that several loops need | an array, filled by a loop nest |
 | tt.store, tt.atomic_* | a loop nest that writes memory |
 | tt.dot | `dot_f32` of `runtime.h` on fp32 arrays, `dot_rows` for few rows by a transpose; other types `dot_any` |
+| tt.dot of bf16 | `dot_bf16` and `dot_rows_bf16`, which take pairs where the processor multiplies them |
 | tt.dot of few rows by a load | the same, with the right operand read where it is |
 | tt.reduce, last axis | up to 32 accumulators over the axis, then a tree |
 | tt.reduce, other axis | one accumulator per element of the result, the axis as an outer loop |
@@ -485,7 +486,7 @@ class _Emitter:
         few = is_fast and m <= FEW_ROWS and b not in self._plan.arrays and is_matrix_transpose(b)
         names = [self._matrix(a, is_fast), self._matrix(b.op.operands[0] if few else b, is_fast)]
         name = self._dot_target(op)
-        function = "dot_rows" if few else "dot_f32" if is_fast else "dot_any"
+        function = "dot_rows" if few else _dot_function(a.type.elem, b.type.elem) if is_fast else "dot_any"
         for batch in range(shape[0] if len(shape) == 3 else 1):
             sides = (m * k, k * n, m * n)
             left, right, out = (f"{x} + {batch * size}" for x, size in zip((*names, name), sides, strict=True))
@@ -507,7 +508,9 @@ class _Emitter:
         (m, n), k = (self._plan.extent(op.result)[0], op.result.type.shape[1]), op.operands[0].type.shape[1]
         name = self._dot_target(op)
         kind = {"f16": "Half", "bf16": "Brain", "f32": "Single"}[streamed_load(op).result.type.elem]
-        function = "dot_rows" if is_matrix_transpose(op.operands[1]) else "dot_f32"
+        function = _dot_function(*(operand.type.elem for operand in op.operands[:2]))
+        if is_matrix_transpose(op.operands[1]):
+            function = "dot_rows_bf16" if function == "dot_bf16" else "dot_rows"
         self._line(f"{function}<{m}, {n}, {k}>({left}, Scattered<{kind}>{{{self._row_arrays.pop(op)}}}, {name});")
 
     def _followers(self, op: Op) -> list[Op]:
@@ -868,6 +871,11 @@ class _Emitter:
         self._line(f"if ({self._context.scalars[condition]})")
         self._jump(op.successors[0], values[:taken])
         self._jump(op.successors[1], values[taken:])
+
+
+def _dot_function(left: str, right: str) -> str:
+    """The product of `runtime.h` for operands of these types."""
+    return "dot_bf16" if left == right == "bf16" else "dot_f32"
 
 
 def _c_string(text: str) -> str:

@@ -528,6 +528,178 @@ static __attribute__((noinline)) void dot_rows(const float* __restrict a, Right 
   }
 }
 
+// ---- Products of bf16 numbers. Some processors multiply pairs of them: C[i] + A[2i] B[2i] + A[2i + 1] B[2i + 1] in one
+// instruction, sums in fp32, subnormal numbers taken for 0. Arguments are as above: fp32 numbers that are bf16 numbers.
+// Sizes without pairs, and other processors, take the products above.
+
+#if defined(__AVX512BF16__)
+constexpr bool kHasPairs = true;
+// Assembly, because compilers disagree on the types of the intrinsic.
+CPU_INLINE vfloat pair_fma(vword a, vword b, vfloat c) {
+  asm("vdpbf16ps %2, %1, %0" : "+v"(c) : "v"(a), "v"(b));
+  return c;
+}
+#else
+constexpr bool kHasPairs = false;
+CPU_INLINE vfloat pair_fma(vword, vword, vfloat c) { return c; }
+#endif
+typedef uint32_t vword_u __attribute__((vector_size(4 * kLanes), aligned(2)));
+typedef uint16_t vpairs __attribute__((vector_size(4 * kLanes)));
+
+// Two bf16 numbers that are fp32 numbers, as one word.
+CPU_INLINE uint32_t pair_of(uint32_t low, uint32_t high) { return low >> 16 | (high & 0xffff0000u); }
+
+// to[i] = the pair of from[2i] and from[2i + 1].
+template <int N>
+CPU_INLINE void pair_neighbours(const float* __restrict from, uint32_t* __restrict to) {
+  CPU_VECTORIZE
+  for (int i = 0; i < N / 2; i++) to[i] = pair_of(bits_as<uint32_t>(from[2 * i]), bits_as<uint32_t>(from[2 * i + 1]));
+}
+
+// to[k][n] = the pair of from[2k][n] and from[2k + 1][n].
+template <int K, int N>
+CPU_INLINE void pair_rows(const float* __restrict from, uint32_t* __restrict to) {
+  for (int k = 0; k < K / 2; k++) {
+    CPU_VECTORIZE
+    for (int n = 0; n < N; n++)
+      to[k * N + n] = pair_of(bits_as<uint32_t>(from[2 * k * N + n]), bits_as<uint32_t>(from[(2 * k + 1) * N + n]));
+  }
+}
+
+// C[MR][NV vectors] += A[MR][K] B[K][..] from pairs; everything stays in registers over k.
+template <int MR, int NV, int K, int N>
+CPU_INLINE void pair_block(const uint32_t* a, const uint32_t* b, float* c) {
+  vfloat acc[MR][NV];
+#pragma GCC unroll 8
+  for (int m = 0; m < MR; m++)
+#pragma GCC unroll 8
+    for (int n = 0; n < NV; n++) acc[m][n] = vload(c + m * N + n * kLanes);
+  for (int k = 0; k < K / 2; k++) {
+    vword row[NV];
+#pragma GCC unroll 8
+    for (int n = 0; n < NV; n++) row[n] = *(const vword_u*)(b + k * N + n * kLanes);
+#pragma GCC unroll 8
+    for (int m = 0; m < MR; m++) {
+      const vword left = a[m * (K / 2) + k] - (vword){};
+#pragma GCC unroll 8
+      for (int n = 0; n < NV; n++) acc[m][n] = pair_fma(left, row[n], acc[m][n]);
+    }
+  }
+#pragma GCC unroll 8
+  for (int m = 0; m < MR; m++)
+#pragma GCC unroll 8
+    for (int n = 0; n < NV; n++) vstore(c + m * N + n * kLanes, acc[m][n]);
+}
+
+template <int MR, int NV, int LEFT, int K, int N>
+CPU_INLINE void pair_columns(const uint32_t* a, const uint32_t* b, float* c) {
+  constexpr int now = LEFT < NV ? LEFT : NV;
+  pair_block<MR, now, K, N>(a, b, c);
+  if constexpr (LEFT > now) pair_columns<MR, NV, LEFT - now, K, N>(a, b + now * kLanes, c + now * kLanes);
+}
+
+// Numbers of both sides whose pairs a thread's stack surely holds.
+constexpr int kMostPaired = 1 << 17;
+
+// C[M][N] += A[M][K] B[K][N].
+template <int M, int N, int K>
+static __attribute__((noinline)) void dot_bf16(const float* __restrict a, Ordered<N> b, float* __restrict c) {
+  if constexpr (kHasPairs && K % 2 == 0 && N % kLanes == 0 && M > 1 && (M + N) * K <= kMostPaired) {
+    alignas(64) uint32_t left[M * K / 2];
+    alignas(64) uint32_t right[K / 2 * N];
+    pair_neighbours<M * K>(a, left);
+    pair_rows<K, N>(b.p, right);
+    constexpr int MR = M % 4 == 0 ? 4 : M % 3 == 0 ? 3 : M % 2 == 0 ? 2 : 1;
+    constexpr int piece = N < 16 * kLanes ? N : 16 * kLanes;
+    for (int n = 0; n < N; n += piece)
+      for (int m = 0; m < M; m += MR)
+        pair_columns<MR, kBlockVectors<MR>, piece / kLanes, K, N>(left + m * (K / 2), right + n, c + m * N + n);
+  } else {
+    dot_f32<M, N, K>(a, b, c);
+  }
+}
+
+// The same for rows of B anywhere in memory, 32 columns at a time. Numbers of two rows become pairs within 16 bytes, so
+// one vector of sums has the first four columns of every eight, and another one the last four.
+template <int M, int N, int K>
+static __attribute__((noinline)) void dot_bf16(const float* __restrict a, Scattered<Brain> b, float* __restrict c) {
+#if defined(__AVX512BF16__)
+  if constexpr (K % 2 == 0 && N % 32 == 0) {
+    constexpr int MR = M % 4 == 0 ? 4 : M % 3 == 0 ? 3 : M % 2 == 0 ? 2 : 1;
+    alignas(64) uint32_t left[M * K / 2];
+    pair_neighbours<M * K>(a, left);
+    for (int n = 0; n < N; n += 32)
+      for (int m0 = 0; m0 < M; m0 += MR) {
+        vfloat low[MR], high[MR];
+#pragma GCC unroll 4
+        for (int m = 0; m < MR; m++) {
+          const vfloat c0 = vload(c + (m0 + m) * N + n), c1 = vload(c + (m0 + m) * N + n + 16);
+          low[m] = __builtin_shufflevector(c0, c1, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27);
+          high[m] = __builtin_shufflevector(c0, c1, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
+        }
+        for (int k = 0; k < K / 2; k++) {
+          const vpairs r0 = (vpairs)*(const vword_u*)(b.rows[2 * k] + n);
+          const vpairs r1 = (vpairs)*(const vword_u*)(b.rows[2 * k + 1] + n);
+          const vword first = (vword)__builtin_shufflevector(
+              r0, r1, 0, 32, 1, 33, 2, 34, 3, 35, 8, 40, 9, 41, 10, 42, 11, 43, 16, 48, 17, 49, 18, 50, 19, 51, 24, 56,
+              25, 57, 26, 58, 27, 59);
+          const vword second = (vword)__builtin_shufflevector(
+              r0, r1, 4, 36, 5, 37, 6, 38, 7, 39, 12, 44, 13, 45, 14, 46, 15, 47, 20, 52, 21, 53, 22, 54, 23, 55, 28,
+              60, 29, 61, 30, 62, 31, 63);
+#pragma GCC unroll 4
+          for (int m = 0; m < MR; m++) {
+            const vword both = left[(m0 + m) * (K / 2) + k] - (vword){};
+            low[m] = pair_fma(both, first, low[m]);
+            high[m] = pair_fma(both, second, high[m]);
+          }
+        }
+#pragma GCC unroll 4
+        for (int m = 0; m < MR; m++) {
+          float* out = c + (m0 + m) * N + n;
+          vstore(out, __builtin_shufflevector(low[m], high[m], 0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23));
+          vstore(out + 16,
+                 __builtin_shufflevector(low[m], high[m], 8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31));
+        }
+      }
+    return;
+  }
+#endif
+  dot_f32<M, N, K>(a, b, c);
+}
+
+// C[M][N] += A[M][K] B[N][K]^T for few rows of A, with rows of B anywhere in memory.
+template <int M, int N, int K>
+static __attribute__((noinline)) void dot_rows_bf16(const float* __restrict a, Scattered<Brain> b, float* __restrict c) {
+  constexpr int MR = M % 3 == 0 ? 3 : M < kLanes ? M : kLanes, NR = MR == 3 ? 4 : kLanes / MR;
+  constexpr int vectors = (MR * NR + kLanes - 1) / kLanes;
+  if constexpr (kHasPairs && M % MR == 0 && N % NR == 0 && K % (2 * kLanes) == 0) {
+    alignas(64) uint32_t pairs[M * K / 2];
+    pair_neighbours<M * K>(a, pairs);
+    for (int m0 = 0; m0 < M; m0 += MR)
+      for (int n0 = 0; n0 < N; n0 += NR) {
+        vfloat acc[vectors * kLanes] = {};
+        for (int k = 0; k < K / 2; k += kLanes) {
+          vword left[MR];
+#pragma GCC unroll 16
+          for (int m = 0; m < MR; m++) left[m] = *(const vword_u*)(pairs + (m0 + m) * (K / 2) + k);
+#pragma GCC unroll 16
+          for (int n = 0; n < NR; n++) {
+            const vword row = *(const vword_u*)(b.rows[n0 + n] + 2 * k);
+#pragma GCC unroll 16
+            for (int m = 0; m < MR; m++) acc[m * NR + n] = pair_fma(left[m], row, acc[m * NR + n]);
+          }
+        }
+        float sums[vectors * kLanes];
+#pragma GCC unroll 4
+        for (int i = 0; i < vectors; i++) vstore(sums + i * kLanes, lane_sums(acc + i * kLanes));
+#pragma GCC unroll 16
+        for (int i = 0; i < MR * NR; i++) c[(m0 + i / NR) * N + n0 + i % NR] += sums[i];
+      }
+  } else {
+    dot_rows<M, N, K>(a, b, c);
+  }
+}
+
 template <int M, int N, int K, class A, class B, class C>
 static void dot_any(const A* a, const B* b, C* c) {
   for (int m = 0; m < M; m++)

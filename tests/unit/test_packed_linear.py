@@ -438,8 +438,8 @@ def test_a_group_gives_what_its_layers_give(shape: tuple[int, ...], bias: bool, 
 
 def test_a_group_takes_one_product(monkeypatch: pytest.MonkeyPatch) -> None:
     model, x, calls = Siblings(), make_input(5), []
-    multiply = packed_linear._packed_linear
-    monkeypatch.setattr(packed_linear, "_packed_linear", lambda *args: calls.append(1) or multiply(*args))
+    multiply = packed_linear._packed_product
+    monkeypatch.setattr(packed_linear, "_packed_product", lambda *args: calls.append(1) or multiply(*args))
     with grouped(model):
         model(x)
     assert len(calls) == 1

@@ -138,6 +138,30 @@ def test_products(m, n, k, dtype, ta, tb):
     torch.testing.assert_close(out.double(), a.double() @ b.double(), rtol=1e-5, atol=1e-4)
 
 
+def ones(*shape):
+    """`1` and `-1`, and many zeros."""
+    return (normal(*shape, seed=len(shape)).clamp(-2, 2) / 1.5).trunc().bfloat16()
+
+
+@pytest.mark.parametrize(("m", "n", "k"), [(32, 128, 64), (64, 512, 512)])
+@pytest.mark.parametrize("tb", [False, True])
+def test_large_products_of_bf16(m, n, k, tb):
+    a, b, out = ones(m, k), ones(1, k, n)[0], torch.zeros(m, n)
+    product[(1,)](out, a, (b.T if tb else b).contiguous(), M=m, N=n, K=k, TA=False, TB=tb)
+    assert torch.equal(out.double(), a.double() @ b.double())
+
+
+@pytest.mark.parametrize("m", [2, 16])
+@pytest.mark.parametrize("tb", [False, True])
+def test_products_of_bf16_keep_what_is_not_finite(m, tb):
+    a, b = normal(m, 64).bfloat16(), normal(64, 64, seed=1).bfloat16()
+    a[0, 5], a[1, 7] = float("inf"), float("nan")
+    b[6, 3], b[8, 4] = float("-inf"), float("nan")
+    out = torch.zeros(m, 64)
+    product[(1,)](out, a, (b.T if tb else b).contiguous(), M=m, N=64, K=64, TA=False, TB=tb)
+    torch.testing.assert_close(out.double(), a.double() @ b.double(), rtol=1e-5, atol=1e-4, equal_nan=True)
+
+
 @triton.jit
 def first_rows(out, sums, x, y, steps, ROWS: tl.constexpr, M: tl.constexpr, N: tl.constexpr, SUMMED: tl.constexpr):
     row, column = tl.arange(0, M), tl.arange(0, N)
@@ -148,7 +172,8 @@ def first_rows(out, sums, x, y, steps, ROWS: tl.constexpr, M: tl.constexpr, N: t
         right = y + step * N * N + column[:, None] * N + column[None, :]
         scores = tl.dot(left, tl.trans(tl.load(right)), input_precision="ieee")
         highest = tl.maximum(highest, tl.max(scores, 1))
-        total = tl.dot(scores, tl.load(right), total * 0.5, input_precision="ieee")
+        weights = scores.to(y.dtype.element_ty)
+        total = tl.dot(weights, tl.load(right), total * 0.5, input_precision="ieee")
     total += highest[:, None]
     tl.store(out + row[:, None] * N + column[None, :], total, mask=is_row)
     if SUMMED:
@@ -156,10 +181,11 @@ def first_rows(out, sums, x, y, steps, ROWS: tl.constexpr, M: tl.constexpr, N: t
 
 
 @pytest.mark.parametrize("rows", range(1, 9))
-@pytest.mark.parametrize("n", [16, 4])
+@pytest.mark.parametrize(("n", "dtype"), [(16, torch.float32), (4, torch.float32), (64, torch.bfloat16)])
 @pytest.mark.parametrize("summed", [False, True])
-def test_rows_that_are_needed_do_not_depend_on_others(rows, n, summed):
-    x, y = normal(8, n), normal(3, n, n, seed=1)
+def test_rows_that_are_needed_do_not_depend_on_others(rows, n, dtype, summed):
+    # Sums of 64 products that bf16 numbers hold exactly: their roundings are not what is tested.
+    x, y = (normal(8, n).to(dtype), normal(3, n, n, seed=1).to(dtype)) if n < 64 else (ones(8, n), ones(3, n, n))
     out, sums = torch.full((8, n), -7.0), torch.empty(n)
     first_rows[(1,)](out, sums, x, y, 3, ROWS=rows, M=8, N=n, SUMMED=summed)
     left = x.double().clone()
