@@ -345,6 +345,7 @@ class ModelFacts:
         state_bytes_per_token: Bytes that each of its tokens adds to them.
         least_prompt_piece: Tokens of a prompt that run at once at least, where it has as many.
         is_paged: Whether attention works on pages. If not, the model runs on transformers' own cache.
+        rope_switch_length: Sequences with more tokens than this have other rotary frequencies; None: all have the same.
     """
 
     vocab_size: int
@@ -362,6 +363,7 @@ class ModelFacts:
     state_bytes_per_token: int = 0
     least_prompt_piece: int = 1
     is_paged: bool = True
+    rope_switch_length: int | None = None
 
     @property
     def kept_states(self) -> str | None:
@@ -451,6 +453,8 @@ class EngineConfig:
         share_blocks: Whether equal prefixes share blocks.
         keeps_states: Whether requests keep something beside the pages, so that each computes all of its tokens.
         least_prompt_piece: Tokens of a prompt that run at once at least, where it has as many.
+        rope_switch_length: A sequence that gets longer than this computes its cache again, with other rotary
+            frequencies; None: none does.
         async_depth: Steps that may be in flight while the next one is planned.
         varlen_compile: How steps of the varlen path are compiled; None: not at all.
         decode_compile: The same for the decode path.
@@ -486,6 +490,7 @@ class EngineConfig:
     share_blocks: bool
     keeps_states: bool
     least_prompt_piece: int
+    rope_switch_length: int | None
     async_depth: Literal[0, 1]
     varlen_compile: CompileSettings | None
     decode_compile: CompileSettings | None

@@ -186,6 +186,7 @@ class ContinuousBatchingManager:
             state_bytes_per_token=self._layout.state_bytes_per_token,
             least_prompt_piece=2 if self._layout.recurrent.has_other_singles else 1,
             is_paged=self._layout.own_cache is None,
+            rope_switch_length=self._adapter.rope_switch_length,
         )
 
     # ------------------------------------------------------------------------------------------- life cycle

@@ -31,6 +31,7 @@ from cbtriton.own_cache import OwnCacheLayout, cached_logits, try_own_cache
 from cbtriton.packed_linear import LinearGroup, PackedLinears, record_linear_groups
 from cbtriton.positions import PositionEmbeddings, position_offset
 from cbtriton.recurrent import MixerRecorder, RecurrentLayout
+from cbtriton.rope import SwitchedRope
 
 _logger = logging.getLogger(__name__)
 
@@ -177,6 +178,7 @@ class ModelAdapter:
         self._takes_logits_to_keep = "logits_to_keep" in parameters
         self._position_offset = 0
         self._position_embeddings = PositionEmbeddings(model)
+        self._rope = SwitchedRope(model)
         self._own_attention = OwnAttention(model)
         self._is_paged = True
         _refuse_encoder_decoders(model)
@@ -196,27 +198,17 @@ class ModelAdapter:
 
     @property
     def max_positions(self) -> int | None:
-        """Longest sequence that the model's positions allow, if it says so.
-
-        With `longrope` frequencies depend on the longest sequence of a step: none may get to where they change.
-        """
+        """Longest sequence that the model's positions allow, if it says so."""
+        if not self._is_paged and self._rope.switch_length is not None:
+            # A cache of transformers holds what was computed when the sequence was shorter.
+            return self._rope.switch_length
         positions = getattr(self.text_config, "max_position_embeddings", None)
-        if positions is not None:
-            positions -= self._position_offset
-        short = [
-            parameters["original_max_position_embeddings"]
-            for parameters in _rope_parameters(self.text_config)
-            if parameters.get("rope_type") == "longrope"
-        ]
-        if not short or (positions is not None and positions <= min(short)):
-            return positions
-        _logger.warning(
-            "sequences of %s have at most %d tokens here, not %s: its rope type longrope has other frequencies beyond",
-            type(self.model).__name__,
-            min(short),
-            positions,
-        )
-        return min(short)
+        return None if positions is None else positions - self._position_offset
+
+    @property
+    def rope_switch_length(self) -> int | None:
+        """Sequences with more tokens than this have other rotary frequencies; None where none gets there."""
+        return self._rope.switch_length if self._is_paged else None
 
     @property
     def pad_token_id(self) -> int | None:
@@ -253,6 +245,8 @@ class ModelAdapter:
                 self._switch_attention(attention)
                 self._position_embeddings.attach()
                 self._undo.append(self._position_embeddings.detach)
+                self._rope.attach()
+                self._undo.append(self._rope.detach)
             self._undo.append(_eval_mode(self.model))
             if self.device.type == "cpu":
                 if self._packed is None:
@@ -305,6 +299,7 @@ class ModelAdapter:
         position_ids: Tensor,
         logit_indices: Tensor,
         embeds: Sequence[tuple[int, Tensor]] = (),
+        is_long: Tensor | None = None,
     ) -> Tensor:
         """Runs packed tokens through the model.
 
@@ -313,6 +308,8 @@ class ModelAdapter:
             position_ids: `[num_tokens]` int64.
             logit_indices: `[num_samples]` int64, tokens whose logits are wanted.
             embeds: Tokens, each by the first of some, that the model gets as vectors, `[some, embedding_size]`.
+            is_long: `[num_tokens]` bool, whether their sequences are longer than `rope_switch_length`; None where that
+                is None.
 
         Returns:
             `[num_samples, vocab_size]` in the model's dtype.
@@ -329,7 +326,7 @@ class ModelAdapter:
             offset = self._position_offset
             arguments["position_ids"] = (position_ids + offset if offset else position_ids).unsqueeze(0)
         arguments |= self._own_attention.arguments(self.device)
-        with self._position_embeddings.at(position_ids):
+        with self._position_embeddings.at(position_ids), self._rope.at(is_long):
             if self._takes_logits_to_keep:
                 # Only these rows reach the head: logits of a whole prefill would dwarf everything else.
                 return self.model(**arguments, logits_to_keep=logit_indices).logits[0]
@@ -715,12 +712,6 @@ def _check_windows(text_config: Any, calls: list[AttentionCall]) -> None:
                 f"the configuration names {expected} layers of type {kind}, but only {actual} attention calls say so, "
                 "in neither their arguments nor their mask"
             )
-
-
-def _rope_parameters(text_config: Any) -> list[Mapping[str, Any]]:
-    """Those of all layers, or of each type of layer."""
-    parameters = getattr(text_config, "rope_parameters", None) or {}
-    return [each for each in (parameters, *parameters.values()) if isinstance(each, Mapping)]
 
 
 def _configs_of(model: nn.Module) -> list[Any]:

@@ -194,6 +194,7 @@ class ModelRunner:
         self._page_size_column = torch.tensor(self._page_sizes, dtype=torch.int32, device=adapter.device)
         self._has_worker = config.async_depth > 0 and adapter.device.type == "cpu"
         self._worker: ThreadPoolExecutor | None = None
+        self._has_switched_rope = config.rope_switch_length is not None
         self._range = ranges_for(adapter.device)
         self.monitor = CompileMonitor()
 
@@ -450,7 +451,15 @@ class ModelRunner:
                 )
             ]
         )
-        logits = self._adapter.forward(input_ids, positions, inputs.logit_indices.long(), embeds)
+        is_long = None
+        if self._has_switched_rope:
+            # The row of each token, padding included.
+            entries = torch.searchsorted(
+                cu_seqlens_q[1:], torch.arange(num_tokens, device=positions.device), right=True
+            )
+            rows = inputs.rows[entries.clamp(max=len(inputs.rows) - 1)]
+            is_long = table.has_long_rope[rows] != 0
+        logits = self._adapter.forward(input_ids, positions, inputs.logit_indices.long(), embeds, is_long)
         self._attention.end()
         return logits
 

@@ -50,6 +50,7 @@ class RowStart:
         sampling: How tokens are drawn.
         eos_token_ids: Tokens that end it.
         forked_row: The row with whose kept state it begins; None where it begins with none.
+        has_long_rope: Whether its rotary frequencies are those of long sequences.
     """
 
     row: int
@@ -58,6 +59,7 @@ class RowStart:
     sampling: SamplingParams
     eos_token_ids: frozenset[int]
     forked_row: int | None = None
+    has_long_rope: bool = False
 
 
 @dataclass(frozen=True, slots=True)

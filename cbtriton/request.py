@@ -279,6 +279,7 @@ class Request:
         num_in_flight: Sampled tokens that were launched but not committed yet.
         num_cached: Prompt tokens that the prefix cache provided at the last admission.
         num_preemptions: How often the request lost its blocks.
+        has_long_rope: Whether what it has in the cache was computed with the rotary frequencies of long sequences.
         is_restoring: Whether a step in flight copies its blocks back from host memory: until they are known to have
             arrived, nobody else may use them.
         error: Why it failed.
@@ -307,6 +308,7 @@ class Request:
     num_in_flight: int = 0
     num_cached: int = 0
     num_preemptions: int = 0
+    has_long_rope: bool = False
     is_restoring: bool = False
     created_time: float = field(default_factory=time.perf_counter)
     started_time: float = -1.0

@@ -41,6 +41,7 @@ class RequestTable:
         min_positions: `[num_rows]` int32; EOS ids cannot be sampled for positions below this.
         eos_ids: `[num_rows, MAX_EOS_IDS]` int32, padded with -1.
         prompt_lengths: `[num_rows]` int32.
+        has_long_rope: `[num_rows]` int32; 0 where rotary frequencies are those of short sequences, or of all.
         repetition_penalty: `[num_rows]` float32; 1 is off.
         presence_penalty: `[num_rows]` float32; 0 is off.
         frequency_penalty: `[num_rows]` float32; 0 is off.
@@ -77,6 +78,7 @@ class RequestTable:
         self.min_positions = torch.zeros(num_rows, dtype=torch.int32, device=device)
         self.eos_ids = torch.full((num_rows, MAX_EOS_IDS), -1, dtype=torch.int32, device=device)
         self.prompt_lengths = torch.zeros(num_rows, dtype=torch.int32, device=device)
+        self.has_long_rope = torch.zeros(num_rows, dtype=torch.int32, device=device)
         self.repetition_penalty = torch.ones(num_rows, dtype=torch.float32, device=device)
         self.presence_penalty = torch.zeros(num_rows, dtype=torch.float32, device=device)
         self.frequency_penalty = torch.zeros(num_rows, dtype=torch.float32, device=device)

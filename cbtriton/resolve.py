@@ -188,6 +188,7 @@ def resolve(
         share_blocks=_share_blocks(config, facts, log),
         keeps_states=facts.kept_states is not None,
         least_prompt_piece=facts.least_prompt_piece,
+        rope_switch_length=facts.rope_switch_length,
         async_depth=_async_depth(config, captured_paths, log),
         varlen_compile=compiled["varlen"],
         decode_compile=compiled["decode"],

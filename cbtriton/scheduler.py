@@ -115,6 +115,7 @@ class SchedulerLimits:
         max_decode_tokens: Longest context that the decode path takes; 0 turns it off.
         keeps_states: Whether something of a request is kept beside the pages: a fork needs that, too.
         least_prompt_piece: Tokens of a prompt that run at once at least, where it has as many.
+        rope_switch_length: A request with more tokens than this has other keys; None: that makes no difference.
     """
 
     max_batch_tokens: int
@@ -123,6 +124,7 @@ class SchedulerLimits:
     max_decode_tokens: int
     keeps_states: bool = False
     least_prompt_piece: int = 1
+    rope_switch_length: int | None = None
 
     @classmethod
     def of(cls, config: EngineConfig) -> SchedulerLimits:
@@ -135,6 +137,7 @@ class SchedulerLimits:
             max_decode_tokens,
             keeps_states=config.keeps_states,
             least_prompt_piece=config.least_prompt_piece,
+            rope_switch_length=config.rope_switch_length,
         )
 
 
@@ -371,6 +374,10 @@ class Scheduler:
             wanted = min(request.num_remaining, draft.room(request))
             if row is None or wanted <= 0 or self._must_wait(request):
                 continue
+            if self._needs_long_rope(request.num_tokens) and not request.has_long_rope:
+                # All that it has was computed for a shorter sequence. What its blocks hold may serve others.
+                self._return_to_queue(request)
+                continue
             self._blocks.leave_window(request.request_id, request.num_computed)
             count = self._piece(request, self._make_room(request, wanted, draft))
             if count > 0:
@@ -387,8 +394,17 @@ class Scheduler:
 
     def _must_wait(self, request: Request) -> bool:
         """Whether tokens in flight keep the request from running: the last one, or any that its caller must see."""
-        is_last = len(request.generated) + request.num_in_flight >= request.stop.max_new_tokens
-        return is_last or (request.num_in_flight > 0 and request.sampling.host is not None)
+        if len(request.generated) + request.num_in_flight >= request.stop.max_new_tokens:
+            return True
+        gets_long = self._needs_long_rope(request.num_tokens + request.num_in_flight) and not request.has_long_rope
+        return request.num_in_flight > 0 and (gets_long or request.sampling.host is not None)
+
+    def _needs_long_rope(self, num_tokens: int) -> bool:
+        return self._limits.rope_switch_length is not None and num_tokens > self._limits.rope_switch_length
+
+    def _cache_keys(self, request: Request, num_tokens: int) -> tuple[tuple[str, str], ...]:
+        """What prefixes of the request must have been computed under while it has `num_tokens`."""
+        return (*request.cache_keys, ("rope", "long")) if self._needs_long_rope(num_tokens) else request.cache_keys
 
     def _make_room(self, request: Request, wanted: int, draft: _Draft) -> int:
         """How many of `wanted` tokens the request can run, after preempting newer requests as far as needed."""
@@ -416,6 +432,8 @@ class Scheduler:
         num_tokens = min(victim.num_computed, victim.num_tokens - 1)
         # A prompt whose log-probabilities are not known yet runs again for them.
         if num_tokens == 0 or self._blocks.is_outdated(request_id) or not victim.is_prompt_scored:
+            return
+        if self._needs_long_rope(victim.num_tokens) and not victim.has_long_rope:
             return
         block_ids = self._blocks.seen_blocks(request_id, num_tokens)
         self.counters.offloads += self._host_blocks.offload(request_id, block_ids, num_tokens)
@@ -466,6 +484,7 @@ class Scheduler:
             request.sampling,
             request.stop.eos_token_ids,
             forked_row=prefix.forked_row,
+            has_long_rope=request.has_long_rope,
         )
         share.block_copies = prefix.block_copies
         draft.grant(share)
@@ -482,7 +501,8 @@ class Scheduler:
             return _Prefix(num_tokens, forked_row=parent.row, block_copies=block_copies)
         # Log-probabilities of a prompt come with its tokens: what is cached is computed again for them.
         num_usable = len(token_ids) if request.is_prompt_scored else len(request.prompt_logprobs) + 1
-        match = self._blocks.match_prefix(token_ids[:num_usable], request.cache_keys)
+        keys = self._cache_keys(request, len(token_ids))
+        match = self._blocks.match_prefix(token_ids[:num_usable], keys)
         return _Prefix(self._blocks.start(request.request_id, match), forked_row=None, block_copies=())
 
     def _parent_to_fork(self, request: Request, draft: _Draft) -> Request | None:
@@ -496,6 +516,8 @@ class Scheduler:
         if not self._blocks.can_fork(parent.request_id, len(request.prompt_ids) - 1):
             return None
         if self._limits.keeps_states and parent.request_id not in self._kept_states:
+            return None
+        if parent.has_long_rope != self._needs_long_rope(request.num_tokens):
             return None
         # Once the parent has ended, its id may name a request that is no relation.
         is_related = parent.prompt_ids == request.prompt_ids and parent.cache_keys == request.cache_keys
@@ -537,6 +559,7 @@ class Scheduler:
         request.row = row = self._free_rows.pop()
         request.num_cached = num_cached
         request.num_computed = num_cached + num_restored
+        request.has_long_rope = self._needs_long_rope(request.num_tokens)
         request.is_restoring = num_restored > 0
         request.status = RequestStatus.PREFILLING
         if request.started_time < 0:
@@ -745,7 +768,8 @@ class Scheduler:
         """Pins the prompt of a request that has just ended; returns why that cannot be."""
         blocks = self._blocks
         # One more token than there is: all of the prompt may match.
-        blocks.pin(request.request_id, blocks.match_prefix([*request.prompt_ids, 0], request.cache_keys))
+        keys = self._cache_keys(request, len(request.prompt_ids))
+        blocks.pin(request.request_id, blocks.match_prefix([*request.prompt_ids, 0], keys))
         for other in self._requests.values():
             needed = blocks.peak_blocks(len(other.prompt_ids) + other.stop.max_new_tokens - 1, 1)
             if needed > blocks.num_unpinned:

@@ -202,6 +202,7 @@ class StepInputsWriter:
         table = self._table
         return (
             table.prompt_lengths,
+            table.has_long_rope,
             table.top_k,
             table.is_truncated,
             table.no_repeat_ngram_size,
@@ -265,6 +266,7 @@ def _integers(start: RowStart) -> tuple[int, ...]:
     params, processors = start.sampling, start.sampling.processors
     return (
         start.prompt_length,
+        int(start.has_long_rope),
         params.top_k,
         int(params.is_truncated),
         processors.no_repeat_ngram_size,

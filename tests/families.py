@@ -181,11 +181,15 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     # Its layers are told of a window that is not in its mask.
     "olmoe, window": ("olmoe", {"sliding_window": WINDOW}),
     "opt, projected": ("opt", {"do_layer_norm_before": False, "word_embed_proj_dim": 32}),
-    "phi3, short sequences of longrope": (
+    "phi3, longrope": (
         "phi3",
         {"rope_parameters": _LONG_ROPE, "original_max_position_embeddings": 32, "max_position_embeddings": 128},
     ),
     "phi3, window": ("phi3", {"sliding_window": WINDOW}),
+    "phimoe, longrope": (
+        "phimoe",
+        {"rope_parameters": _LONG_ROPE | {"short_mscale": 1.0, "long_mscale": 1.4}, "max_position_embeddings": 128},
+    ),
     # Its window is in its mask, and its layers are not told.
     "phimoe, window": ("phimoe", {"sliding_window": WINDOW}),
     "qwen2, window": ("qwen2", _WINDOW),

@@ -117,19 +117,6 @@ def test_settings_that_no_default_has_work(families):
     assert {name: outcome for name, outcome in outcomes.items() if outcome.kind != "works"} == {}
 
 
-def test_no_sequence_gets_to_where_it_would_change_the_frequencies_of_the_others(families, tools, caplog):
-    model = families.build("phi3, short sequences of longrope")
-    with tools.running(model) as manager:
-        assert "have at most 32 tokens here, not 128: its rope type longrope" in caplog.text
-        with pytest.raises(ValueError, match="a sequence has at most 32"):
-            manager.add_request(tools.prompt(30), max_new_tokens=4)
-        prompt = tools.prompt(30)
-        output = manager.get_result(manager.add_request(prompt, max_new_tokens=3), timeout=tools.patience)
-    # The last token is never an input: 32 of 33 have a position.
-    likeliest = tools.dense_logprobs(model, prompt, output.generated_tokens[:2]).argmax(-1)
-    assert output.generated_tokens[:2] == likeliest.tolist()
-
-
 def test_every_type_is_written_down_once(families):
     for model_type in families.TYPES:
         expected_of(families, model_type)

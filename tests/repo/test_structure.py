@@ -46,7 +46,7 @@ PLACES = {
     **dict.fromkeys(("kernel_set", "forward_context", "kv_cache", "request_table"), Place("device", 3)),
     **dict.fromkeys(("logprobs", "ranges", "replaced_forward", "row_states"), Place("device", 3)),
     **dict.fromkeys(
-        ("attention", "step_inputs", "host_processing", "compile", "packed_linear", "recurrent", "positions"),
+        ("attention", "step_inputs", "host_processing", "compile", "packed_linear", "recurrent", "positions", "rope"),
         Place("device", 4),
     ),
     **dict.fromkeys(("own_attention", "own_cache"), Place("device", 4)),

@@ -320,6 +320,7 @@ def test_engine_config_describes_its_decisions_in_aligned_columns_and_as_json():
         share_blocks=True,
         keeps_states=False,
         least_prompt_piece=1,
+        rope_switch_length=None,
         async_depth=0,
         varlen_compile=CompileSettings("inductor", None, True, True, {"a": print}),
         decode_compile=None,
