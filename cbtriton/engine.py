@@ -10,6 +10,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor
 from cbtriton.attention import PagedAttention
 from cbtriton.block_manager import BlockManager
 from cbtriton.config import EngineConfig, WorkloadHints
+from cbtriton.distributed import Decisions, Ranks
 from cbtriton.graphs import Capturer, GraphStore
 from cbtriton.kernel_set import KernelSet
 from cbtriton.kv_cache import HostCache, KVCache
@@ -25,7 +27,7 @@ from cbtriton.model_adapter import Belongings, ModelAdapter, ModelLayout, Unsupp
 from cbtriton.model_runner import InFlightStep, ModelRunner
 from cbtriton.own_cache import OwnCaches
 from cbtriton.padding import Bucket, PaddingPolicy
-from cbtriton.plan import BatchPlan, BlockTableUpdate, Path, RowStart, ScheduledRow
+from cbtriton.plan import BatchPlan, BlockTableUpdate, Path, RowStart, ScheduledRow, StepResult
 from cbtriton.ranges import ranges_for
 from cbtriton.recurrent import RecurrentStates
 from cbtriton.request import GenerationOutput, Request, SamplingParams
@@ -65,6 +67,7 @@ class Engine:
         kernels: The chosen kernels.
         stop_check: Says after each new token whether its request ends.
         capturer: Captures steps; None where the device has no graphs.
+        ranks: The processes that run the model together.
 
     Raises:
         UnsupportedModelError: The model's paged logits differ from its plain ones.
@@ -78,9 +81,12 @@ class Engine:
         kernels: KernelSet,
         stop_check: Callable[[Request], StopDecision],
         capturer: Capturer | None,
+        ranks: Ranks,
     ) -> None:
         self.config = config
         self._adapter = adapter
+        self._ranks = ranks
+        self._decisions = _Decisions(stop_check)
         self._blocks = BlockManager(config.num_blocks, config.cache_layout.kinds, config.share_blocks)
         self._host_blocks = HostBlocks(config.num_host_blocks)
         self._scheduler = Scheduler(
@@ -88,7 +94,7 @@ class Engine:
             self._blocks,
             self._host_blocks,
             SchedulerLimits.of(config),
-            stop_check,
+            self._decisions,
         )
         self._padding = PaddingPolicy.of(config)
         self._cache = KVCache(config.cache_layout, layout.geometries, config.num_blocks, adapter.device)
@@ -118,6 +124,7 @@ class Engine:
             config,
             layers,
             self._graphs,
+            None if ranks.is_alone else ranks.share_tokens,
         )
         self._range = ranges_for(adapter.device)
         self._is_warm = False
@@ -149,7 +156,7 @@ class Engine:
         self._adapter.attach(self._attention.forward)
         self._attention.attach()
         self._states.attach()
-        if self._adapter.weights_changed():
+        if self._ranks.any(self._adapter.weights_changed()):
             self.reset_prefix_cache()
         if self._left_behind is not None and self._left_behind != self._adapter.belongings():
             self.reset_prefix_cache()
@@ -307,7 +314,7 @@ class Engine:
             result = launched.step.wait()
         done = time.perf_counter()
         with self._range(f"commit {index}"):
-            outputs = self._scheduler.commit(launched.step.plan, result)
+            outputs = self._commit(launched.step.plan, result)
         prepare_time = launched.step.prepare_time
         record = replace(
             launched.record,
@@ -317,6 +324,20 @@ class Engine:
         )
         self._records.append(record)
         self._count(record)
+        return outputs
+
+    def _commit(self, plan: BatchPlan, result: StepResult) -> list[GenerationOutput]:
+        """Applies what the driver got and decided, on whichever rank."""
+        ranks = self._ranks
+        if plan.swaps_in or plan.swaps_out:
+            result = replace(result, failed_swaps=ranks.union(result.failed_swaps))
+        if not ranks.is_driver:
+            result, decisions = ranks.share_results(result, {})
+            with self._decisions.given(decisions):
+                return self._scheduler.commit(plan, result)
+        with self._decisions.noted() as decisions:
+            outputs = self._scheduler.commit(plan, result)
+        ranks.share_results(result, decisions)
         return outputs
 
     def _record(self, index: int, plan: BatchPlan, bucket: Bucket, start_time: float) -> StepRecord:
@@ -450,6 +471,50 @@ class Engine:
                 f"{type(self._adapter.model).__name__} gives other logits when its sequences are packed and paged "
                 f"(difference {difference:.3g}, allowed {allowed:.3g}), so its tokens would be wrong"
             )
+
+
+class _Decisions:
+    """Says after each new token whether a request ends, and notes it, or repeats what was decided elsewhere.
+
+    Args:
+        check: Decides.
+    """
+
+    def __init__(self, check: Callable[[Request], StopDecision]) -> None:
+        self._check = check
+        self._noted: dict[str, StopDecision | str] = {}
+        self._given: Decisions | None = None
+
+    def __call__(self, request: Request) -> StopDecision:
+        """The decision.
+
+        Raises:
+            Exception: The caller's functions failed, here or elsewhere.
+        """
+        if self._given is not None:
+            decision = self._given[request.request_id]
+            if isinstance(decision, str):
+                raise RuntimeError(decision)
+            return decision
+        try:
+            decision = self._noted[request.request_id] = self._check(request)
+        except Exception as error:
+            self._noted[request.request_id] = f"{type(error).__name__}: {error}"
+            raise
+        return decision
+
+    @contextmanager
+    def noted(self) -> Iterator[Decisions]:
+        """What is decided within the context."""
+        self._noted = {}
+        yield self._noted
+
+    @contextmanager
+    def given(self, decisions: Decisions) -> Iterator[None]:
+        """Repeats these within the context."""
+        self._given = decisions
+        yield
+        self._given = None
 
 
 def _states_of(adapter: ModelAdapter, layout: ModelLayout) -> RequestStates:

@@ -14,7 +14,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from enum import Enum, auto
@@ -26,6 +26,7 @@ import torch
 from tqdm.auto import tqdm
 
 from cbtriton.config import ContinuousBatchingConfig, EngineConfig, KernelConfig, ModelFacts, WorkloadHints
+from cbtriton.distributed import IDLE_INTERVAL, Action, Ending, RankError, Turn, Wishes, ranks_of, ranks_on_this_host
 from cbtriton.engine import Engine
 from cbtriton.graphs import capturer_for
 from cbtriton.host_processing import is_met
@@ -62,6 +63,8 @@ FULL_QUEUE_TIMEOUT = 10.0
 # Share of the memory that is available before the cache is sized which packed copies of weights may take.
 PACKED_WEIGHTS_SHARE = 0.25
 _PIN_PREFIX = "pinned prefix "
+# Outputs that a rank keeps which is not the driver, of requests that none of its callers has asked for yet.
+_MAX_EARLY = 10_000
 
 
 class EngineDiedError(RuntimeError):
@@ -112,7 +115,8 @@ class ContinuousBatchingManager:
         self.generation_config = copy.deepcopy(generation_config)
         self.tokenizer: Any = getattr(model, "_cbtriton_tokenizer", None)
         self._stop_checker = StopChecker(lambda: self.tokenizer, is_met)
-        memory = _available_memory(model.device)
+        self._ranks = ranks_of(model, config.cpu_group_timeout)
+        memory = self._ranks.least(_available_memory(model.device))
         self._adapter = ModelAdapter(model, int(memory * PACKED_WEIGHTS_SHARE))
         self._defaults = SamplingDefaults.from_generation_config(
             self.generation_config,
@@ -145,6 +149,10 @@ class ContinuousBatchingManager:
         self._last_records: list[StepRecord] = []
         self._inbox: list[Request] = []
         self._cancelled: set[str] = set()
+        # Of a rank that is not the driver: what its callers submitted, by id, and final outputs of requests that they
+        # may still submit.
+        self._expected: dict[str, Request] = {}
+        self._early: dict[str, GenerationOutput] = {}
         # By prefix and salt.
         self._pins: dict[tuple[tuple[int, ...], str | None], _Pin] = {}
         self._unpinned: list[str] = []
@@ -168,7 +176,7 @@ class ContinuousBatchingManager:
             has_processors=self._defaults.has_processors,
         )
         logger.info("kernels: %s\n%s", self._kernels.describe(), resolved.describe())
-        return resolved
+        return replace(resolved, seed=self._ranks.of_driver(resolved.seed))
 
     def _find_model_facts(self, memory: int) -> ModelFacts:
         return ModelFacts(
@@ -179,7 +187,7 @@ class ContinuousBatchingManager:
             activation_bytes_per_token=self._layout.activation_bytes_per_token,
             device_type=self._adapter.device.type,
             available_memory_bytes=memory,
-            available_host_memory_bytes=available_memory_bytes(),
+            available_host_memory_bytes=self._ranks.least(available_memory_bytes() // ranks_on_this_host()),
             has_repeated_layers=bool(self._adapter.repeated_layers(self._layout)),
             has_graphs=self._capturer is not None,
             state_bytes_per_request=self._layout.state_bytes_per_request,
@@ -260,7 +268,13 @@ class ContinuousBatchingManager:
 
     def _engine_of_layout(self) -> Engine:
         return Engine(
-            self._adapter, self._layout, self.engine_config, self._kernels, self._stop_checker.check, self._capturer
+            self._adapter,
+            self._layout,
+            self.engine_config,
+            self._kernels,
+            self._stop_checker.check,
+            self._capturer,
+            self._ranks,
         )
 
     @contextmanager
@@ -374,6 +388,7 @@ class ContinuousBatchingManager:
             if getattr(self.model, "_cached_continuous_batching_manager", None) is self:
                 del self.model._cached_continuous_batching_manager
         self.join(requested)
+        self._ranks.close()
 
     @contextmanager
     def pause(self, reset_prefix_cache: bool = False) -> Iterator[None]:
@@ -532,7 +547,7 @@ class ContinuousBatchingManager:
         with it; those that run already are requests of their own.
         """
         with self._changed:
-            if request_id in self._in_flight:
+            if request_id in self._in_flight and self._ranks.is_driver:
                 self._cancelled.add(request_id)
                 self._changed.notify_all()
 
@@ -598,7 +613,8 @@ class ContinuousBatchingManager:
                     "tokens and the salt that pin_prefix was given"
                 )
             if self.is_running():
-                self._unpinned.append(pin.request_id)
+                if self._ranks.is_driver:
+                    self._unpinned.append(pin.request_id)
                 self._changed.notify_all()
             elif self._engine is not None:
                 self._engine.unpin(pin.request_id)
@@ -638,7 +654,8 @@ class ContinuousBatchingManager:
             cache_salt=cache_salt,
             is_pin=True,
         )
-        self._inbox.append(request)
+        if self._ranks.is_driver:
+            self._inbox.append(request)
         self._changed.notify_all()
         return pin
 
@@ -760,6 +777,9 @@ class ContinuousBatchingManager:
             if request.is_terminal:
                 self._router.deliver(member.to_output() for member in family)
                 continue
+            if not self._ranks.is_driver:
+                self._expect(family)
+                continue
             ids = [member.request_id for member in family]
             self._in_flight.update(ids)
             try:
@@ -773,6 +793,28 @@ class ContinuousBatchingManager:
             self._inbox += family
             self._changed.notify_all()
         return [request.request_id for request in requests]
+
+    def _expect(self, family: Iterable[Request]) -> None:
+        """Notes what the driver has sent already, or is about to. Called with the lock held."""
+        for member in family:
+            if member.request_id in self._early:
+                self._router.deliver([self._early.pop(member.request_id)])
+            else:
+                self._in_flight.add(member.request_id)
+                self._expected[member.request_id] = member
+        self._changed.notify_all()
+
+    def _local_request(self, request_id: str) -> Request:
+        """What a caller of this rank submits under an id, which may not have happened yet."""
+        with self._changed:
+            timeout = self.config.cpu_group_timeout
+            self._changed.wait_for(lambda: request_id in self._expected or not self.is_running(), timeout)
+            if request_id not in self._expected:
+                raise RankError(
+                    f"request {request_id!r} has functions of its caller or inputs_embeds, which are not sent to other "
+                    f"ranks, and rank {self._ranks.rank} was given no request with this id; submit it on every rank"
+                )
+            return self._expected[request_id]
 
     @property
     def _is_accepting(self) -> bool:
@@ -914,40 +956,61 @@ class ContinuousBatchingManager:
         # Whatever it is, it must reach every caller: they cannot see this thread.
         except BaseException as caught:
             logger.exception("the engine died")
-            error = caught
+            error = self._ranks.explained(caught)
+            # Other ranks wait for this one.
+            self._ranks.close()
         with self._changed:
             self._fatal_error = error
             self._end_session("the manager was stopped before this request finished" if error is None else str(error))
 
     def _step_until_stopped(self, engine: Engine) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._has_something_to_do(engine))
-                if self._state is _State.HARD_STOPPING:
+        with self._ranks.session():
+            while True:
+                wishes = self._next_wishes(engine)
+                turn = self._ranks.agree(wishes, self._local_request)
+                if turn.action is Action.END:
+                    # Another rank ended it: what was about to enter here ends with the rest.
+                    self._enter(engine, Turn(Action.END, wishes.requests))
                     return
-                must_park = bool(self._pausing_threads)
-                arrived = _Arrivals() if must_park else self._take_arrivals()
-                if self._state is _State.STOPPING and not (must_park or arrived.has_any or engine.has_requests):
-                    return
-            if must_park:
-                self._park(engine)
-                continue
-            for request in arrived.requests:
-                engine.add(request)
-            for request_id in arrived.unpinned:
-                engine.unpin(request_id)
-            outputs = [output for request_id in arrived.cancelled for output in engine.cancel(request_id)]
-            self._publish(outputs + engine.step(), engine.num_waiting)
+                outputs = self._enter(engine, turn)
+                if turn.action is Action.PARK:
+                    self._publish(outputs, engine.num_waiting)
+                    self._park(engine)
+                else:
+                    self._publish(outputs + engine.step(), engine.num_waiting)
 
-    def _take_arrivals(self) -> _Arrivals:
-        """What arrived since the last step. Called with the lock held."""
-        arrived = _Arrivals(tuple(self._inbox), frozenset(self._cancelled), tuple(self._unpinned))
-        self._inbox.clear()
-        self._cancelled.clear()
-        self._unpinned.clear()
-        # They wait in the engine now, until it has counted for itself.
-        self._num_waiting_in_engine += len(arrived.requests)
-        return arrived
+    def _enter(self, engine: Engine, turn: Turn) -> list[GenerationOutput]:
+        """Tells the engine what was asked for; returns the outputs of what was cancelled."""
+        for request in turn.requests:
+            engine.add(request)
+        for request_id in turn.unpinned:
+            engine.unpin(request_id)
+        return [output for request_id in turn.cancelled for output in engine.cancel(request_id)]
+
+    def _next_wishes(self, engine: Engine) -> Wishes:
+        """What this rank's callers asked for since the last step, once that is anything or requests run."""
+        with self._changed:
+            if self._ranks.is_alone:
+                self._changed.wait_for(lambda: self._has_something_to_do(engine))
+            elif self._ranks.is_driver:
+                # The others wait for this one, and may have wishes.
+                self._changed.wait_for(lambda: self._has_something_to_do(engine), IDLE_INTERVAL)
+            ending = {_State.STOPPING: Ending.SOFT, _State.HARD_STOPPING: Ending.HARD}.get(self._state, Ending.NONE)
+            wishes = Wishes(ending, bool(self._pausing_threads), is_idle=not engine.has_requests)
+            if wishes.pauses or ending is Ending.HARD:
+                return wishes
+            wishes = replace(
+                wishes,
+                requests=tuple(self._inbox),
+                cancelled=tuple(sorted(self._cancelled)),
+                unpinned=tuple(self._unpinned),
+            )
+            self._inbox.clear()
+            self._cancelled.clear()
+            self._unpinned.clear()
+            # They wait in the engine now, until it has counted for itself.
+            self._num_waiting_in_engine += len(wishes.requests)
+            return wishes
 
     def _has_something_to_do(self, engine: Engine) -> bool:
         return bool(
@@ -956,22 +1019,32 @@ class ContinuousBatchingManager:
             or self._cancelled
             or self._unpinned
             or self._pausing_threads
-            or self._state is not _State.RUNNING
+            or self._state is _State.HARD_STOPPING
+            # Several ranks end when all of them have been asked to.
+            or (self._state is not _State.RUNNING and self._ranks.is_alone)
         )
 
     def _park(self, engine: Engine) -> None:
-        """Gives the model back between two steps until the last pausing thread has left."""
+        """Gives the model back between two steps until the last pausing thread, of any rank, has left."""
         self._publish(engine.drain(), engine.num_waiting)
         engine.detach()
         end_idle_threads()
+        is_held, must_reset = True, False
+        while is_held:
+            with self._changed:
+                self._is_parked = True
+                self._changed.notify_all()
+                self._changed.wait_for(
+                    lambda: not self._pausing_threads, None if self._ranks.is_alone else IDLE_INTERVAL
+                )
+                # In one moment: who comes now waits for the next time.
+                is_held = self._is_parked = bool(self._pausing_threads)
+                must_reset = self._must_reset_prefix_cache
+            is_held = self._ranks.any(is_held)
         with self._changed:
-            self._is_parked = True
-            self._changed.notify_all()
-            self._changed.wait_for(lambda: not self._pausing_threads)
-            self._is_parked = False
-            must_reset, self._must_reset_prefix_cache = self._must_reset_prefix_cache, False
+            self._must_reset_prefix_cache = False
         engine.attach()
-        if must_reset:
+        if self._ranks.any(must_reset):
             engine.reset_prefix_cache()
 
     def _publish(self, outputs: list[GenerationOutput], num_waiting: int) -> None:
@@ -979,12 +1052,32 @@ class ContinuousBatchingManager:
             return
         with self._changed:
             self._num_waiting_in_engine = num_waiting
+            outputs = self._awaited(outputs)
             ended = {output.request_id for output in outputs if output.is_finished()}
             self._in_flight -= ended
             # A cancellation that came too late must not hit the next request with the same id.
             self._cancelled -= ended
             self._router.deliver(self._keep_pins(outputs))
             self._changed.notify_all()
+
+    def _awaited(self, outputs: list[GenerationOutput]) -> list[GenerationOutput]:
+        """Those that callers of this rank wait for. Final ones that they have not asked for yet are kept for a while.
+
+        Called with the lock held.
+        """
+        if self._ranks.is_driver:
+            return outputs
+        awaited = []
+        for output in outputs:
+            if output.request_id in self._in_flight or output.request_id.startswith(_PIN_PREFIX):
+                awaited.append(output)
+            elif output.is_finished():
+                self._early[output.request_id] = output
+            if output.is_finished():
+                self._expected.pop(output.request_id, None)
+        while len(self._early) > _MAX_EARLY:
+            del self._early[next(iter(self._early))]
+        return awaited
 
     def _keep_pins(self, outputs: list[GenerationOutput]) -> list[GenerationOutput]:
         """Notes what became of pins; returns the outputs of requests. Called with the lock held."""
@@ -1002,7 +1095,7 @@ class ContinuousBatchingManager:
     def _end_session(self, reason: str) -> None:
         """Ends what is still in flight, gives the model back and wakes everybody. Called with the lock held."""
         outputs = [_failed_before_start(request, reason) for request in self._inbox if not request.is_pin]
-        unpinned = tuple(self._unpinned)
+        unpinned, awaited = tuple(self._unpinned), set(self._in_flight)
         self._inbox.clear()
         self._cancelled.clear()
         self._unpinned.clear()
@@ -1014,12 +1107,20 @@ class ContinuousBatchingManager:
             if self._engine is not None:
                 for request_id in unpinned:
                     self._engine.unpin(request_id)
-                outputs = self._keep_pins(self._engine.fail_all(reason)) + outputs
+                ended = self._keep_pins(self._engine.fail_all(reason))
+                if not self._ranks.is_driver:
+                    ended = [output for output in ended if output.request_id in awaited]
+                    # What the driver never sent.
+                    never = awaited - {output.request_id for output in ended}
+                    ended += [_failed_before_start(self._expected[each], reason) for each in sorted(never)]
+                outputs = ended + outputs
                 if self._keep_engine and self._fatal_error is None:
                     self._engine.detach()
                 else:
                     self._release_engine()
         finally:
+            self._expected.clear()
+            self._early.clear()
             # Also where the engine is too broken to end: nobody may wait for it any longer.
             if self._fatal_error is None:
                 self._router.deliver(outputs)
@@ -1036,20 +1137,6 @@ class ContinuousBatchingManager:
             self._engine = None
             self._pins.clear()
             engine.close()
-
-
-@dataclass(frozen=True, slots=True)
-class _Arrivals:
-    """What callers asked for since the last step; what is unpinned may be among the requests."""
-
-    requests: tuple[Request, ...] = ()
-    cancelled: frozenset[str] = frozenset()
-    unpinned: tuple[str, ...] = ()
-
-    @property
-    def has_any(self) -> bool:
-        """Whether there is anything."""
-        return bool(self.requests or self.cancelled or self.unpinned)
 
 
 @dataclass(slots=True)
@@ -1137,4 +1224,4 @@ def _available_memory(device: torch.device) -> int:
         free, _ = torch.cuda.mem_get_info(device)
         # What the allocator holds but does not use is ours to take as well.
         return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return available_memory_bytes()
+    return available_memory_bytes() // ranks_on_this_host()

@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
 from cbtriton.attention import HARMLESS_ARGUMENTS, AttentionCall
@@ -281,7 +281,8 @@ class ModelAdapter:
     def weights_changed(self) -> bool:
         """Whether any weight is known to differ from what it was at the last call; changes of `Tensor.data` are not."""
         seen = tuple(
-            (weight.data_ptr(), 0 if weight.is_inference() else weight._version) for weight in self.model.parameters()
+            (weight.data_ptr(), 0 if weight.is_inference() else weight._version)
+            for weight in map(_here, self.model.parameters())
         )
         changed = bool(self._weights_seen) and seen != self._weights_seen
         self._weights_seen = seen
@@ -489,7 +490,7 @@ class ModelAdapter:
     def weight_bytes(self) -> int:
         """Bytes of the model's parameters and buffers, each once."""
         storages = {
-            _address(tensor): tensor.untyped_storage().nbytes()
+            _address(tensor): _here(tensor).untyped_storage().nbytes()
             for tensor in (*self.model.parameters(), *self.model.buffers())
         }
         return sum(storages.values())
@@ -541,7 +542,7 @@ class _HeldBytes(TorchDispatchMode):
         # Views are counted as long as what they show was made here.
         if not is_new and address not in self._num_tensors:
             return
-        num_bytes = tensor.untyped_storage().nbytes()
+        num_bytes = _here(tensor).untyped_storage().nbytes()
         if self._num_tensors[address] == 0:
             self._now += num_bytes
             self.peak = max(self.peak, self._now)
@@ -556,7 +557,15 @@ class _HeldBytes(TorchDispatchMode):
 
 
 def _address(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
+    return _here(tensor).untyped_storage().data_ptr()
+
+
+def _here(tensor: Tensor) -> Tensor:
+    """What this process holds of a tensor that several processes share, or are about to."""
+    while is_traceable_wrapper_subclass(tensor):
+        names, _ = tensor.__tensor_flatten__()
+        tensor = getattr(tensor, names[0])
+    return tensor
 
 
 class _Recorder:

@@ -148,6 +148,8 @@ class ModelRunner:
         config: The engine's configuration.
         layers: What is compiled where the region is `layer`.
         graphs: Captures and replays steps.
+        share_tokens: Makes tokens that were sampled on the device those of the driver; None where this process is
+            alone.
 
     Attributes:
         monitor: What was compiled.
@@ -165,6 +167,7 @@ class ModelRunner:
         config: EngineConfig,
         layers: Sequence[nn.Module],
         graphs: GraphStore,
+        share_tokens: Callable[[Tensor], None] | None = None,
     ) -> None:
         self._adapter = adapter
         self._attention = attention
@@ -173,6 +176,7 @@ class ModelRunner:
         self._cache = cache
         self._host_cache = host_cache
         self._table = table
+        self._share_tokens = share_tokens
         self._logprobs = config.logprobs
         self._host = HostProcessor(table, adapter.vocab_size, adapter.device)
         self._kinds = (_GREEDY, _ANY, _PROCESSED) if config.has_processors else (_GREEDY, _ANY)
@@ -272,6 +276,12 @@ class ModelRunner:
                 outputs, extras = self._launch_in_parts(plan, bucket, inputs, mask_errors)
             else:
                 outputs, extras = self._launch(bucket, inputs), _Extras(mask_errors)
+        if self._share_tokens is not None:
+            # The same numbers give the same tokens; this is for what is not the same on all ranks, such as functions of
+            # callers that draw.
+            self._share_tokens(outputs[0])
+            places = inputs.sample_rows.long(), inputs.sample_positions.long()
+            self._table.token_table[places] = outputs[0].to(self._table.token_table.dtype)
         count = _num_samples(plan)
         token_ids, logprobs, outcomes = (_to_host(column[:count]) for column in outputs)
         ready = None
