@@ -26,7 +26,7 @@ $(STAMP): pyproject.toml constraints/cpu.txt
 	@test -n "$(PYTHON)" || { echo "make needs Python 3.11, 3.12 or 3.13; set PYTHON=/path/to/python" >&2; exit 1; }
 	@echo "installing into $(VENV) (once)"
 	@$(PYTHON) -m venv $(VENV)
-	@$(BIN)/python -m pip install -qq $(CONSTRAINTS) --editable '.[dev,demo]'
+	@$(BIN)/python -m pip install -qq $(CONSTRAINTS) --editable '.[dev,demo,trl,serve]'
 	@touch $@
 
 demo: $(STAMP)  ## Answer the chat prompts with a real small model: make demo ARGS="model=tiny_random"

@@ -300,6 +300,11 @@ class ContinuousBatchingManager:
         return self._defaults.num_return_sequences
 
     @property
+    def fatal_error(self) -> BaseException | None:
+        """What the engine died of; None while it has not."""
+        return self._fatal_error
+
+    @property
     def warmed_up(self) -> bool:
         """Whether `warmup` has nothing left to do."""
         return self._engine is not None and self._engine.is_warm

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
@@ -13,6 +14,7 @@ import torch
 from tqdm.auto import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
+from cbtriton.compatibility import ServePatch
 from cbtriton.config import KernelConfig, WorkloadHints
 from cbtriton.manager import ContinuousBatchingManager, check_prompt
 from cbtriton.request import GenerationOutput
@@ -219,9 +221,11 @@ class patch_transformers:
         self._own = {name: vars(self._target)[name] for name in self._METHODS if name in vars(self._target)}
         for name in self._METHODS:
             setattr(self._target, name, vars(ContinuousMixin)[name])
+        self._serve = ServePatch()
 
     def undo(self) -> None:
         """Puts the original methods back; harmless when repeated."""
+        self._serve.undo()
         for name in self._METHODS:
             if name in self._own:
                 setattr(self._target, name, self._own[name])
@@ -235,6 +239,15 @@ class patch_transformers:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.undo()
+
+
+def serve() -> None:
+    """The command `cbtriton-serve`: `transformers serve --continuous-batching` on this engine, with its arguments."""
+    from transformers.cli.transformers import main
+
+    patch_transformers()
+    sys.argv = ["transformers", "serve", *sys.argv[1:], "--continuous-batching"]
+    main()
 
 
 def _check_prompts(inputs: Any, model: Any) -> list[list[int]]:
