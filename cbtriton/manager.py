@@ -14,7 +14,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from enum import Enum, auto
@@ -512,7 +512,11 @@ class ContinuousBatchingManager:
             )
 
     def submit_batch(
-        self, inputs: Sequence[Sequence[int]], max_new_tokens: int | None, record_timestamps: bool
+        self,
+        inputs: Sequence[Sequence[int]],
+        max_new_tokens: int | None,
+        record_timestamps: bool,
+        streaming: bool = False,
     ) -> list[tuple[str, ...]]:
         """Queues many requests like `add_requests`, but lets one that can never fit fail alone.
 
@@ -526,7 +530,9 @@ class ContinuousBatchingManager:
             requests = []
             for position, input_ids in enumerate(inputs):
                 try:
-                    request = self._make_nth_request(position, input_ids, max_new_tokens, False, record_timestamps, {})
+                    request = self._make_nth_request(
+                        position, input_ids, max_new_tokens, streaming, record_timestamps, {}
+                    )
                 except RequestTooLongError as error:
                     request = Request(
                         request_id="",
@@ -875,11 +881,14 @@ class ContinuousBatchingManager:
 
     # ---------------------------------------------------------------------------------------------- results
 
-    def get_result(self, request_id: str | None = None, timeout: float | None = None) -> GenerationOutput | None:
+    def get_result(
+        self, request_id: str | Collection[str] | None = None, timeout: float | None = None
+    ) -> GenerationOutput | None:
         """The next output.
 
         Args:
-            request_id: Takes the next output of that request, whatever else is queued; the others keep their order.
+            request_id: Takes the next output of that request, or of any of several, whatever else is queued; the others
+                keep their order.
             timeout: Seconds to wait at most; None waits for as long as something can come.
 
         Returns:
@@ -902,6 +911,47 @@ class ContinuousBatchingManager:
             yield output
             if output.is_finished():
                 return
+
+    async def astream(self, input_ids: Sequence[int] | None, **options: Any) -> AsyncIterator[GenerationOutput]:
+        """Adds a request and yields its outputs on the running event loop, one for each new token, until the final one.
+
+        Leaving the loop early, by `break`, `aclose` or because the task is cancelled, cancels the request.
+
+        Args:
+            input_ids: As in `add_request`.
+            options: All other arguments of `add_request` but `streaming`.
+
+        Raises:
+            EngineDiedError: The engine died; the cause is chained.
+            Exception: What `add_request` raises, when the first output is asked for.
+        """
+        # It may wait for room in the queue.
+        adding = asyncio.ensure_future(
+            asyncio.to_thread(partial(self.add_request, input_ids, streaming=True, **options))
+        )
+        try:
+            request_id = await asyncio.shield(adding)
+        except asyncio.CancelledError:
+            adding.add_done_callback(self._cancel_added)
+            raise
+        assert request_id is not None
+        arrived: asyncio.Queue[GenerationOutput] = asyncio.Queue()
+        self.register_result_handler(request_id, arrived.put_nowait)
+        is_over = False
+        try:
+            while not is_over:
+                output = await arrived.get()
+                is_over = output.is_finished()
+                if is_over and output.error is not None and self._fatal_error is not None:
+                    raise self._refusal("no result can come")
+                yield output
+        finally:
+            if not is_over:
+                self.cancel_request(request_id)
+
+    def _cancel_added(self, adding: asyncio.Future[str | None]) -> None:
+        if not adding.cancelled() and adding.exception() is None:
+            self.cancel_request(str(adding.result()))
 
     def register_result_handler(self, request_id: str, callback: Callable[[GenerationOutput], None]) -> None:
         """Calls `callback` on the running event loop with each output of a request, instead of queueing it.
@@ -926,11 +976,13 @@ class ContinuousBatchingManager:
         engine = self._engine
         return list(self._last_records) if engine is None else engine.step_records()
 
-    def _may_come(self, request_id: str | None) -> bool:
+    def _may_come(self, request_id: str | Collection[str] | None) -> bool:
         if self._fatal_error is not None:
             raise self._refusal("no result can come")
-        if request_id is not None:
+        if isinstance(request_id, str):
             return request_id in self._in_flight
+        if request_id is not None:
+            return not self._in_flight.isdisjoint(request_id)
         return bool(self._in_flight) or self._state in (_State.RUNNING, _State.STOPPING)
 
     def _refusal(self, what: str) -> RuntimeError:
@@ -1130,8 +1182,11 @@ class ContinuousBatchingManager:
             if self._fatal_error is None:
                 self._router.deliver(outputs)
             else:
-                # Who waits for a result is told by an exception; who registered a handler can only be told this way.
-                self._router.deliver_to_handlers(outputs)
+                # Who waits for a result is told by an exception; who registered a handler can only be told this way,
+                # also of requests that an engine which is too broken says nothing of.
+                told = {output.request_id for output in outputs}
+                failed = partial(GenerationOutput, status=RequestStatus.FAILED, error=reason, finish_reason="error")
+                self._router.deliver_to_handlers([*outputs, *(failed(name) for name in sorted(awaited - told))])
             self._changed.notify_all()
             self._router.wake()
 

@@ -6,6 +6,7 @@ import logging
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import chain
 from types import TracebackType
 from typing import Any, TypeVar
@@ -19,13 +20,14 @@ from cbtriton.config import KernelConfig, WorkloadHints
 from cbtriton.manager import ContinuousBatchingManager, check_prompt
 from cbtriton.request import GenerationOutput
 from cbtriton.stats import EngineStats
+from cbtriton.streaming import AnswerPieces, StreamedTokens
 
 logger = logging.getLogger(__name__)
 
 _Model = TypeVar("_Model")
 # Seconds between two looks at the counters while a batch runs.
 _PROGRESS_INTERVAL = 0.25
-_GENERATE_BATCH_EXTRAS = ("max_new_tokens", "workload_hints", "kernel_config")
+_GENERATE_BATCH_EXTRAS = ("max_new_tokens", "workload_hints", "kernel_config", "stream")
 
 
 class ContinuousMixin:
@@ -115,7 +117,7 @@ class ContinuousMixin:
         persistent_manager: bool = False,
         warmup: bool = True,
         **kwargs: Any,
-    ) -> dict[str, GenerationOutput]:
+    ) -> dict[str, GenerationOutput] | Iterator[StreamedTokens]:
         """Generates for many prompts with continuous batching.
 
         Args:
@@ -126,11 +128,14 @@ class ContinuousMixin:
             progress_bar: Shows requests done, tokens per second and cache use, and before that the warm-up.
             persistent_manager: Keeps the manager, with its cached prefixes, for the next call.
             warmup: Prepares everything before the first request rather than with it.
-            kwargs: `max_new_tokens`, `workload_hints`, `kernel_config`.
+            kwargs: `max_new_tokens`, `workload_hints`, `kernel_config`, and `stream`: True gives out tokens as they
+                come.
 
         Returns:
             Request id to output, in the order of `inputs`, each request's extra sequences beside it. A request that
-            fails on its own has status FAILED and says why in `error`.
+            fails on its own has status FAILED and says why in `error`. With `stream=True` an iterator instead, of
+            pieces of all answers as they come; the engine starts with the first and ends with the last, or when the
+            iterator is closed, which cancels what is left.
 
         Raises:
             TypeError: A prompt is no list of integers, or a keyword argument is unknown.
@@ -144,8 +149,11 @@ class ContinuousMixin:
                 f"{', '.join(_GENERATE_BATCH_EXTRAS)} (prompts are packed, so no attention_mask is needed)"
             )
         prompts = _check_prompts(inputs, self)
+        stream = kwargs.get("stream", False)
+        if not isinstance(stream, bool):
+            raise TypeError(f"stream must be True or False, got {stream!r}")
         if not prompts:
-            return {}
+            return iter(()) if stream else {}
         max_new_tokens = kwargs.get("max_new_tokens")
         options = self.generation_config if generation_config is None else generation_config  # pyright: ignore[reportAttributeAccessIssue]
         hints = kwargs.get("workload_hints")
@@ -155,11 +163,14 @@ class ContinuousMixin:
         manager = ContinuousMixin.init_continuous_batching(
             self, options, continuous_batching_config, hints, kwargs.get("kernel_config")
         )
+        batch = _Batch(manager, prompts, max_new_tokens, record_timestamps, progress_bar)
+        if stream:
+            return batch.stream(warmup, persistent_manager)
         with logging_redirect_tqdm():
             if warmup:
                 manager.warmup(progress_bar)
             with _running(manager, True, None, persistent_manager):
-                return _run_batch(manager, prompts, max_new_tokens, record_timestamps, progress_bar)
+                return batch.run()
 
 
 @contextmanager
@@ -272,26 +283,60 @@ def _hints(prompts: list[list[int]], max_new_tokens: int | None, options: Any) -
     )
 
 
-def _run_batch(
-    manager: ContinuousBatchingManager,
-    prompts: list[list[int]],
-    max_new_tokens: int | None,
-    record_timestamps: bool,
-    progress_bar: bool,
-) -> dict[str, GenerationOutput]:
-    before = manager.stats()
-    families = manager.submit_batch(prompts, max_new_tokens, record_timestamps)
-    results: dict[str, GenerationOutput] = {}
-    with tqdm(total=sum(map(len, families)), unit="request", disable=not progress_bar) as bar:
-        for request_id in chain.from_iterable(families):
-            while request_id not in results:
-                output = manager.get_result(request_id, timeout=_PROGRESS_INTERVAL)
-                if output is not None:
-                    results[request_id] = output
-                elif not manager.is_in_flight(request_id):
-                    results[request_id] = _late_result(manager, request_id)
-                _show_progress(bar, manager.stats(), before)
-    return results
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    """The prompts of one call.
+
+    Attributes:
+        manager: Answers them.
+        prompts: Their token ids.
+        max_new_tokens: Of each answer; None: what the generation options say.
+        record_timestamps: Whether the time of each token is noted.
+        progress_bar: Whether one is shown.
+    """
+
+    manager: ContinuousBatchingManager
+    prompts: list[list[int]]
+    max_new_tokens: int | None
+    record_timestamps: bool
+    progress_bar: bool
+
+    def run(self) -> dict[str, GenerationOutput]:
+        """All outputs, by request id, once they are there. The manager must run."""
+        manager, before = self.manager, self.manager.stats()
+        families = manager.submit_batch(self.prompts, self.max_new_tokens, self.record_timestamps)
+        results: dict[str, GenerationOutput] = {}
+        with tqdm(total=sum(map(len, families)), unit="request", disable=not self.progress_bar) as bar:
+            for request_id in chain.from_iterable(families):
+                while request_id not in results:
+                    output = manager.get_result(request_id, timeout=_PROGRESS_INTERVAL)
+                    if output is not None:
+                        results[request_id] = output
+                    elif not manager.is_in_flight(request_id):
+                        results[request_id] = _late_result(manager, request_id)
+                    _show_progress(bar, manager.stats(), before)
+        return results
+
+    def stream(self, warmup: bool, is_persistent: bool) -> Iterator[StreamedTokens]:
+        """Pieces of all answers as they come; the manager runs until the last one, or until the iterator is closed."""
+        manager = self.manager
+        with logging_redirect_tqdm():
+            if warmup:
+                manager.warmup(self.progress_bar)
+        with _running(manager, True, None, is_persistent):
+            before = manager.stats()
+            families = manager.submit_batch(self.prompts, self.max_new_tokens, self.record_timestamps, streaming=True)
+            left = set(chain.from_iterable(families))
+            pieces = AnswerPieces(None if manager.tokenizer is None else manager.tokenizer.decode)
+            with tqdm(total=len(left), unit="request", disable=not self.progress_bar) as bar:
+                while left:
+                    output = manager.get_result(left)
+                    if output is None:
+                        raise RuntimeError("results went to somebody else, or the manager was stopped")
+                    if output.is_finished():
+                        left.remove(output.request_id)
+                    _show_progress(bar, manager.stats(), before)
+                    yield pieces.next_of(output)
 
 
 def _late_result(manager: ContinuousBatchingManager, request_id: str) -> GenerationOutput:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from threading import Condition, RLock
 
@@ -80,12 +80,12 @@ class OutputRouter:
                 self._call_handler(output)
 
     def get(
-        self, request_id: str | None, timeout: float | None, may_come: Callable[[], bool]
+        self, request_id: str | Collection[str] | None, timeout: float | None, may_come: Callable[[], bool]
     ) -> GenerationOutput | None:
         """The next output, or the next one of `request_id`, without disturbing the order of the others.
 
         Args:
-            request_id: Whose output; None for whoever's comes first.
+            request_id: Whose output; of several the one that came first; None for whoever's comes first.
             timeout: Seconds to wait at most; None waits for as long as something may come.
             may_come: Whether waiting makes sense; called with the lock held whenever anything changed. May raise, which
                 ends the wait.
@@ -106,7 +106,11 @@ class OutputRouter:
                     return None
                 self._changed.wait(remaining)
 
-    def _pop(self, request_id: str | None) -> GenerationOutput | None:
+    def _pop(self, request_id: str | Collection[str] | None) -> GenerationOutput | None:
+        if request_id is not None and not isinstance(request_id, str):
+            wanted = request_id
+            names = (entry.output.request_id for entry in self._arrivals if not entry.is_taken)
+            request_id = next((name for name in names if name in wanted), "")
         if request_id is not None:
             entries = self._by_id.get(request_id)
             if not entries:

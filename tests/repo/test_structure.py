@@ -54,7 +54,7 @@ PLACES = {
     "model_runner": Place("device", 6),
     "distributed": Place("top", 6),
     **dict.fromkeys(("engine", "router"), Place("top", 7)),
-    **dict.fromkeys(("manager", "compatibility"), Place("top", 8)),
+    **dict.fromkeys(("manager", "compatibility", "streaming"), Place("top", 8)),
     "mixin": Place("top", 9),
     "__init__": Place("top", 10),
     # Tools around the engine: they read its records (level 0 to 2) and never the engine itself.
