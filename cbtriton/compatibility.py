@@ -1,13 +1,14 @@
-"""What `transformers serve` expects of a manager beyond its documented methods, and what it does not tell one.
+"""What programs expect beyond documented methods, and what they do not tell.
 
-The server makes a manager with the sampling options of whoever asks first, and adds requests with a limit and EOS ids
-only. Here each request gets the options that the server has read for it, stop strings included.
+`generate(cache_implementation="paged")` passes on to `generate_batch` all that it was given. `transformers serve`
+makes a manager with the sampling options of whoever asks first, and adds requests with a limit and EOS ids only; here
+each request gets the options that the server has read for it, stop strings included.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
@@ -123,6 +124,25 @@ class ServePatch:
         for name, method in self._own.items():
             setattr(self._target, name, method)
         self._own = {}
+
+
+def without_generate_arguments(arguments: Mapping[str, Any], generation_config: Any) -> dict[str, Any]:
+    """What `generate(cache_implementation="paged")` passes to `generate_batch` beyond what its options say already.
+
+    Raises:
+        ValueError: An attention mask hides tokens.
+    """
+    if arguments.get("cache_implementation") != "paged":
+        return dict(arguments)
+    mask = arguments.get("attention_mask")
+    if mask is not None and not bool(mask.all()):
+        raise ValueError(
+            "attention_mask must be all ones with cache_implementation='paged', got zeros: padding would be part of "
+            "the prompts; give generate_batch each prompt without padding"
+        )
+    fields = () if generation_config is None else vars(generation_config)
+    given = {"attention_mask", "input_ids", "cache_implementation", *fields} - {"max_new_tokens"}
+    return {name: value for name, value in arguments.items() if name not in given}
 
 
 def request_options(generation_config: Any) -> dict[str, Any]:

@@ -15,7 +15,7 @@ import torch
 from tqdm.auto import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
-from cbtriton.compatibility import ServePatch
+from cbtriton.compatibility import ServePatch, without_generate_arguments
 from cbtriton.config import KernelConfig, WorkloadHints
 from cbtriton.manager import ContinuousBatchingManager, check_prompt
 from cbtriton.request import GenerationOutput
@@ -142,6 +142,7 @@ class ContinuousMixin:
             ValueError: A prompt is empty or has ids outside the vocabulary, or an option is not supported.
             EngineDiedError: The engine died; the cause is chained.
         """
+        kwargs = without_generate_arguments(kwargs, generation_config)
         unknown = sorted(set(kwargs) - set(_GENERATE_BATCH_EXTRAS))
         if unknown:
             raise TypeError(

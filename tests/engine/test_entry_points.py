@@ -197,6 +197,29 @@ def test_patching_as_a_switch_can_be_undone_twice_and_also_after_an_exception():
     assert {name: getattr(LlamaForCausalLM, name) for name in METHODS} == originals
 
 
+def test_generate_with_a_paged_cache_comes_here(oracle, tools, monkeypatch):
+    model = tools.build(tools.llama_config())
+    prompts, seen = [[1, 2, 3], [4, 5, 6]], []
+    submit = ContinuousBatchingManager.submit_batch
+    monkeypatch.setattr(
+        ContinuousBatchingManager, "submit_batch", lambda self, *args: seen.append(self) or submit(self, *args)
+    )
+    options = {"max_new_tokens": 5, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    with cbtriton.patch_transformers():
+        mask = torch.ones((2, 3), dtype=torch.int64)
+        answers = model.generate(torch.tensor(prompts), attention_mask=mask, cache_implementation="paged", **options)
+        mask[0, 0] = 0
+        with pytest.raises(ValueError, match="attention_mask must be all ones"):
+            model.generate(torch.tensor(prompts), attention_mask=mask, cache_implementation="paged", **options)
+        outputs = model.generate_batch(prompts, tools.options(), tools.small(), max_new_tokens=5)
+    expected = [prompt + oracle.greedy(prompt, 5) for prompt in prompts]
+    assert answers[0].tolist() == expected
+    assert len(seen) == 2
+    # As lighteval reads results.
+    assert list(outputs) == ["req_0", "req_1"]
+    assert [output.prompt_ids + output.generated_tokens for output in outputs.values()] == expected
+
+
 def test_patches_may_be_nested():
     with cbtriton.patch_transformers():
         with cbtriton.patch_transformers():
