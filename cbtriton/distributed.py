@@ -69,6 +69,29 @@ class Action(Enum):
 
 
 @dataclass(frozen=True, slots=True)
+class Arrivals:
+    """What goes into the engine between two steps; what is unpinned may be among the requests.
+
+    Attributes:
+        requests: New ones, in order.
+        cancelled: Ids of those to cancel.
+        unpinned: Ids of pins to drop.
+    """
+
+    requests: tuple[Request, ...] = ()
+    cancelled: tuple[str, ...] = ()
+    unpinned: tuple[str, ...] = ()
+
+    @property
+    def has_any(self) -> bool:
+        """Whether there is anything."""
+        return bool(self.requests or self.cancelled or self.unpinned)
+
+
+_NOTHING = Arrivals()
+
+
+@dataclass(frozen=True, slots=True)
 class Wishes:
     """What callers of one rank asked for since the last turn.
 
@@ -76,17 +99,13 @@ class Wishes:
         ending: Whether its session is to end.
         pauses: Whether somebody holds it in `pause`.
         is_idle: Whether no request is left. Here and below, only the driver's word counts.
-        requests: New ones, in order.
-        cancelled: Ids of those to cancel.
-        unpinned: Ids of pins to drop.
+        arrived: What they gave it.
     """
 
     ending: Ending
     pauses: bool
     is_idle: bool
-    requests: tuple[Request, ...] = ()
-    cancelled: tuple[str, ...] = ()
-    unpinned: tuple[str, ...] = ()
+    arrived: Arrivals = _NOTHING
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,15 +114,11 @@ class Turn:
 
     Attributes:
         action: What it is.
-        requests: Those that enter the engine.
-        cancelled: Ids of those that end.
-        unpinned: Ids of pins that are dropped.
+        arrived: What goes into the engine before that.
     """
 
     action: Action
-    requests: tuple[Request, ...] = ()
-    cancelled: tuple[str, ...] = ()
-    unpinned: tuple[str, ...] = ()
+    arrived: Arrivals = _NOTHING
 
 
 Decisions = Mapping[str, StopDecision | str]
@@ -216,21 +231,14 @@ class TensorParallelRanks(Ranks):
         mine: dict[str, Any] = {"ending": wishes.ending, "pauses": wishes.pauses}
         if self.is_driver:
             mine["is_idle"] = wishes.is_idle
-            mine["requests"] = [_encoded_request(request) for request in wishes.requests]
-            mine["cancelled"], mine["unpinned"] = wishes.cancelled, wishes.unpinned
+            mine["requests"] = [_encoded_request(request) for request in wishes.arrived.requests]
+            mine["cancelled"], mine["unpinned"] = wishes.arrived.cancelled, wishes.arrived.unpinned
         every = self._exchange(mine)
-        driver = every[0]
-        requests = wishes.requests
+        driver, arrived = every[0], wishes.arrived
         if not self.is_driver:
             requests = tuple(_decoded_request(each, local_request) for each in driver["requests"])
-        agreed = Wishes(
-            Ending(driver["ending"]),
-            driver["pauses"],
-            driver["is_idle"],
-            requests,
-            tuple(driver["cancelled"]),
-            tuple(driver["unpinned"]),
-        )
+            arrived = Arrivals(requests, tuple(driver["cancelled"]), tuple(driver["unpinned"]))
+        agreed = Wishes(Ending(driver["ending"]), driver["pauses"], driver["is_idle"], arrived)
         others = (Wishes(Ending(each["ending"]), each["pauses"], is_idle=True) for each in every[1:])
         return _turn(agreed, (agreed, *others))
 
@@ -364,11 +372,11 @@ def _turn(driver: Wishes, every: Sequence[Wishes]) -> Turn:
     if any(wishes.ending is Ending.HARD for wishes in every):
         return Turn(Action.END)
     if any(wishes.pauses for wishes in every):
-        return Turn(Action.PARK, driver.requests, driver.cancelled, driver.unpinned)
-    is_done = driver.is_idle and not (driver.requests or driver.cancelled or driver.unpinned)
+        return Turn(Action.PARK, driver.arrived)
+    is_done = driver.is_idle and not driver.arrived.has_any
     if is_done and all(wishes.ending is Ending.SOFT for wishes in every):
         return Turn(Action.END)
-    return Turn(Action.STEP, driver.requests, driver.cancelled, driver.unpinned)
+    return Turn(Action.STEP, driver.arrived)
 
 
 # ------------------------------------------------------------------------------------------------------- messages

@@ -26,7 +26,16 @@ import torch
 from tqdm.auto import tqdm
 
 from cbtriton.config import ContinuousBatchingConfig, EngineConfig, KernelConfig, ModelFacts, WorkloadHints
-from cbtriton.distributed import IDLE_INTERVAL, Action, Ending, RankError, Turn, Wishes, ranks_of, ranks_on_this_host
+from cbtriton.distributed import (
+    IDLE_INTERVAL,
+    Action,
+    Arrivals,
+    Ending,
+    RankError,
+    Wishes,
+    ranks_of,
+    ranks_on_this_host,
+)
 from cbtriton.engine import Engine
 from cbtriton.graphs import capturer_for
 from cbtriton.host_processing import is_met
@@ -1027,22 +1036,22 @@ class ContinuousBatchingManager:
                 turn = self._ranks.agree(wishes, self._local_request)
                 if turn.action is Action.END:
                     # Another rank ended it: what was about to enter here ends with the rest.
-                    self._enter(engine, Turn(Action.END, wishes.requests))
+                    self._enter(engine, Arrivals(wishes.arrived.requests))
                     return
-                outputs = self._enter(engine, turn)
+                outputs = self._enter(engine, turn.arrived)
                 if turn.action is Action.PARK:
                     self._publish(outputs, engine.num_waiting)
                     self._park(engine)
                 else:
                     self._publish(outputs + engine.step(), engine.num_waiting)
 
-    def _enter(self, engine: Engine, turn: Turn) -> list[GenerationOutput]:
+    def _enter(self, engine: Engine, arrived: Arrivals) -> list[GenerationOutput]:
         """Tells the engine what was asked for; returns the outputs of what was cancelled."""
-        for request in turn.requests:
+        for request in arrived.requests:
             engine.add(request)
-        for request_id in turn.unpinned:
+        for request_id in arrived.unpinned:
             engine.unpin(request_id)
-        return [output for request_id in turn.cancelled for output in engine.cancel(request_id)]
+        return [output for request_id in arrived.cancelled for output in engine.cancel(request_id)]
 
     def _next_wishes(self, engine: Engine) -> Wishes:
         """What this rank's callers asked for since the last step, once that is anything or requests run."""
@@ -1056,18 +1065,13 @@ class ContinuousBatchingManager:
             wishes = Wishes(ending, bool(self._pausing_threads), is_idle=not engine.has_requests)
             if wishes.pauses or ending is Ending.HARD:
                 return wishes
-            wishes = replace(
-                wishes,
-                requests=tuple(self._inbox),
-                cancelled=tuple(sorted(self._cancelled)),
-                unpinned=tuple(self._unpinned),
-            )
+            arrived = Arrivals(tuple(self._inbox), tuple(sorted(self._cancelled)), tuple(self._unpinned))
             self._inbox.clear()
             self._cancelled.clear()
             self._unpinned.clear()
             # They wait in the engine now, until it has counted for itself.
-            self._num_waiting_in_engine += len(wishes.requests)
-            return wishes
+            self._num_waiting_in_engine += len(arrived.requests)
+            return replace(wishes, arrived=arrived)
 
     def _has_something_to_do(self, engine: Engine) -> bool:
         return bool(

@@ -345,10 +345,30 @@ CPU_INLINE vfloat vfma(vfloat a, vfloat b, vfloat c) {
 #endif
 }
 
-// ---- Where the right matrix of a product is: in an array of fp32 numbers, or in rows anywhere in memory.
+// ---- Products of bf16 numbers in pairs, on processors that multiply them: in each lane C + A.low B.low + A.high B.high,
+// sums in fp32, subnormal numbers taken for 0. A lane holds a word of two numbers where it otherwise holds one in fp32.
+
+typedef uint32_t vword __attribute__((vector_size(4 * kLanes)));
+typedef uint32_t vword_u __attribute__((vector_size(4 * kLanes), aligned(2)));
+
+#if defined(__AVX512BF16__)
+constexpr bool kHasPairs = true;
+// Assembly, because compilers disagree on the types of the intrinsic.
+CPU_INLINE vfloat vfma(vword a, vword b, vfloat c) {
+  asm("vdpbf16ps %2, %1, %0" : "+v"(c) : "v"(a), "v"(b));
+  return c;
+}
+#else
+constexpr bool kHasPairs = false;
+CPU_INLINE vfloat vfma(vword, vword, vfloat c) { return c; }
+#endif
+CPU_INLINE vword vload(const uint32_t* p) { return *(const vword_u*)p; }
+CPU_INLINE vfloat splat(float x) { return x - (vfloat){}; }
+CPU_INLINE vword splat(uint32_t x) { return x - (vword){}; }
+
+// ---- Where the right matrix of a product is: in an array of fp32 numbers or of pairs, or in rows anywhere in memory.
 
 typedef uint16_t vshort_u __attribute__((vector_size(2 * kLanes), aligned(2)));
-typedef uint32_t vword __attribute__((vector_size(4 * kLanes)));
 
 // Numbers of 16 bits, zeros before them. GCC makes five instructions of a conversion that is one.
 CPU_INLINE vword widen(const uint16_t* p) {
@@ -387,6 +407,15 @@ struct Half {
 };
 
 template <int COLUMNS>
+struct OrderedPairs {
+  const uint32_t* p;
+  vword at(int row, int column) const { return vload(p + row * COLUMNS + column); }
+};
+struct ScatteredPairs {
+  const uint16_t* const* rows;
+  vword at(int row, int column) const { return *(const vword_u*)(rows[row] + 2 * column); }
+};
+template <int COLUMNS>
 struct Ordered {
   const float* p;
   vfloat at(int row, int column) const { return vload(p + row * COLUMNS + column); }
@@ -406,22 +435,22 @@ CPU_INLINE void fetch_rows(const T* const* rows) {
     for (int j = 0; j < COLUMNS * (int)sizeof(T); j += 64) __builtin_prefetch((const char*)rows[i] + j);
 }
 
-// C[MR][NV vectors] += A[MR][K] B[K][..]; everything stays in registers over k.
-template <int MR, int NV, int K, int N, class Right>
-CPU_INLINE void dot_block(const float* a, Right b, int column, float* c) {
+// C[MR][NV vectors] += A[MR][K] B[K][..]; everything stays in registers over k. Here and below K counts pairs where A and
+// B are pairs.
+template <int MR, int NV, int K, int N, class Left, class Right>
+CPU_INLINE void dot_block(const Left* a, Right b, int column, float* c) {
   vfloat acc[MR][NV];
 #pragma GCC unroll 8
   for (int m = 0; m < MR; m++)
 #pragma GCC unroll 8
     for (int n = 0; n < NV; n++) acc[m][n] = vload(c + m * N + n * kLanes);
   for (int k = 0; k < K; k++) {
-    vfloat row[NV];
+    decltype(b.at(0, 0)) row[NV];
 #pragma GCC unroll 8
     for (int n = 0; n < NV; n++) row[n] = b.at(k, column + n * kLanes);
 #pragma GCC unroll 8
     for (int m = 0; m < MR; m++) {
-      const float x = a[m * K + k];
-      const vfloat xs = x - (vfloat){};
+      const auto xs = splat(a[m * K + k]);
 #pragma GCC unroll 8
       for (int n = 0; n < NV; n++) acc[m][n] = vfma(xs, row[n], acc[m][n]);
     }
@@ -437,16 +466,16 @@ CPU_INLINE void dot_block(const float* a, Right b, int column, float* c) {
 template <int MR>
 constexpr int kBlockVectors = kLanes == 16 ? 6 : MR >= 3 ? 3 : MR == 2 ? 4 : 8;
 
-template <int MR, int NV, int LEFT, int K, int N, class Right>
-CPU_INLINE void dot_columns(const float* a, Right b, int column, float* c) {
+template <int MR, int NV, int LEFT, int K, int N, class Left, class Right>
+CPU_INLINE void dot_columns(const Left* a, Right b, int column, float* c) {
   constexpr int now = LEFT < NV ? LEFT : NV;
   dot_block<MR, now, K, N>(a, b, column, c);
   if constexpr (LEFT > now) dot_columns<MR, NV, LEFT - now, K, N>(a, b, column + now * kLanes, c + now * kLanes);
 }
 
 // C[M][N] += A[M][K] B[K][N].
-template <int M, int N, int K, class Right>
-static __attribute__((noinline)) void dot_f32(const float* __restrict a, Right b, float* __restrict c) {
+template <int M, int N, int K, class Left, class Right>
+static __attribute__((noinline)) void dot_f32(const Left* __restrict a, Right b, float* __restrict c) {
   if constexpr (N >= kLanes) {
     constexpr int MR = M % 4 == 0 ? 4 : M % 3 == 0 ? 3 : M % 2 == 0 ? 2 : 1;
     // Columns in pieces that are short enough to be unrolled, and whose part of B stays in the cache for all rows.
@@ -495,8 +524,8 @@ CPU_INLINE vfloat lane_sums(vfloat* v) {
 }
 
 // C[M][N] += A[M][K] B[N][K]^T for few rows of A: without putting B in order, which would take longer than the sums.
-template <int M, int N, int K, class Right>
-static __attribute__((noinline)) void dot_rows(const float* __restrict a, Right b, float* __restrict c) {
+template <int M, int N, int K, class Left, class Right>
+static __attribute__((noinline)) void dot_rows(const Left* __restrict a, Right b, float* __restrict c) {
   // One vector of sums, or three rows by four.
   constexpr int MR = M % 3 == 0 ? 3 : M < kLanes ? M : kLanes, NR = MR == 3 ? 4 : kLanes / MR;
   constexpr int vectors = (MR * NR + kLanes - 1) / kLanes;
@@ -505,12 +534,12 @@ static __attribute__((noinline)) void dot_rows(const float* __restrict a, Right 
       for (int n0 = 0; n0 < N; n0 += NR) {
         vfloat acc[vectors * kLanes] = {};
         for (int k = 0; k < K; k += kLanes) {
-          vfloat left[MR];
+          decltype(vload(a)) left[MR];
 #pragma GCC unroll 16
           for (int m = 0; m < MR; m++) left[m] = vload(a + (m0 + m) * K + k);
 #pragma GCC unroll 16
           for (int n = 0; n < NR; n++) {
-            const vfloat row = b.at(n0 + n, k);
+            const auto row = b.at(n0 + n, k);
 #pragma GCC unroll 16
             for (int m = 0; m < MR; m++) acc[m * NR + n] = vfma(left[m], row, acc[m * NR + n]);
           }
@@ -528,22 +557,8 @@ static __attribute__((noinline)) void dot_rows(const float* __restrict a, Right 
   }
 }
 
-// ---- Products of bf16 numbers. Some processors multiply pairs of them: C[i] + A[2i] B[2i] + A[2i + 1] B[2i + 1] in one
-// instruction, sums in fp32, subnormal numbers taken for 0. Arguments are as above: fp32 numbers that are bf16 numbers.
-// Sizes without pairs, and other processors, take the products above.
+// ---- The same for numbers that are bf16 numbers, as pairs where sizes and the processor have them. Arguments are fp32.
 
-#if defined(__AVX512BF16__)
-constexpr bool kHasPairs = true;
-// Assembly, because compilers disagree on the types of the intrinsic.
-CPU_INLINE vfloat pair_fma(vword a, vword b, vfloat c) {
-  asm("vdpbf16ps %2, %1, %0" : "+v"(c) : "v"(a), "v"(b));
-  return c;
-}
-#else
-constexpr bool kHasPairs = false;
-CPU_INLINE vfloat pair_fma(vword, vword, vfloat c) { return c; }
-#endif
-typedef uint32_t vword_u __attribute__((vector_size(4 * kLanes), aligned(2)));
 typedef uint16_t vpairs __attribute__((vector_size(4 * kLanes)));
 
 // Two bf16 numbers that are fp32 numbers, as one word.
@@ -566,38 +581,6 @@ CPU_INLINE void pair_rows(const float* __restrict from, uint32_t* __restrict to)
   }
 }
 
-// C[MR][NV vectors] += A[MR][K] B[K][..] from pairs; everything stays in registers over k.
-template <int MR, int NV, int K, int N>
-CPU_INLINE void pair_block(const uint32_t* a, const uint32_t* b, float* c) {
-  vfloat acc[MR][NV];
-#pragma GCC unroll 8
-  for (int m = 0; m < MR; m++)
-#pragma GCC unroll 8
-    for (int n = 0; n < NV; n++) acc[m][n] = vload(c + m * N + n * kLanes);
-  for (int k = 0; k < K / 2; k++) {
-    vword row[NV];
-#pragma GCC unroll 8
-    for (int n = 0; n < NV; n++) row[n] = *(const vword_u*)(b + k * N + n * kLanes);
-#pragma GCC unroll 8
-    for (int m = 0; m < MR; m++) {
-      const vword left = a[m * (K / 2) + k] - (vword){};
-#pragma GCC unroll 8
-      for (int n = 0; n < NV; n++) acc[m][n] = pair_fma(left, row[n], acc[m][n]);
-    }
-  }
-#pragma GCC unroll 8
-  for (int m = 0; m < MR; m++)
-#pragma GCC unroll 8
-    for (int n = 0; n < NV; n++) vstore(c + m * N + n * kLanes, acc[m][n]);
-}
-
-template <int MR, int NV, int LEFT, int K, int N>
-CPU_INLINE void pair_columns(const uint32_t* a, const uint32_t* b, float* c) {
-  constexpr int now = LEFT < NV ? LEFT : NV;
-  pair_block<MR, now, K, N>(a, b, c);
-  if constexpr (LEFT > now) pair_columns<MR, NV, LEFT - now, K, N>(a, b + now * kLanes, c + now * kLanes);
-}
-
 // Numbers of both sides whose pairs a thread's stack surely holds.
 constexpr int kMostPaired = 1 << 17;
 
@@ -609,11 +592,7 @@ static __attribute__((noinline)) void dot_bf16(const float* __restrict a, Ordere
     alignas(64) uint32_t right[K / 2 * N];
     pair_neighbours<M * K>(a, left);
     pair_rows<K, N>(b.p, right);
-    constexpr int MR = M % 4 == 0 ? 4 : M % 3 == 0 ? 3 : M % 2 == 0 ? 2 : 1;
-    constexpr int piece = N < 16 * kLanes ? N : 16 * kLanes;
-    for (int n = 0; n < N; n += piece)
-      for (int m = 0; m < M; m += MR)
-        pair_columns<MR, kBlockVectors<MR>, piece / kLanes, K, N>(left + m * (K / 2), right + n, c + m * N + n);
+    dot_f32<M, N, K / 2>(left, OrderedPairs<N>{right}, c);
   } else {
     dot_f32<M, N, K>(a, b, c);
   }
@@ -648,9 +627,9 @@ static __attribute__((noinline)) void dot_bf16(const float* __restrict a, Scatte
               60, 29, 61, 30, 62, 31, 63);
 #pragma GCC unroll 4
           for (int m = 0; m < MR; m++) {
-            const vword both = left[(m0 + m) * (K / 2) + k] - (vword){};
-            low[m] = pair_fma(both, first, low[m]);
-            high[m] = pair_fma(both, second, high[m]);
+            const vword both = splat(left[(m0 + m) * (K / 2) + k]);
+            low[m] = vfma(both, first, low[m]);
+            high[m] = vfma(both, second, high[m]);
           }
         }
 #pragma GCC unroll 4
@@ -671,30 +650,10 @@ static __attribute__((noinline)) void dot_bf16(const float* __restrict a, Scatte
 template <int M, int N, int K>
 static __attribute__((noinline)) void dot_rows_bf16(const float* __restrict a, Scattered<Brain> b, float* __restrict c) {
   constexpr int MR = M % 3 == 0 ? 3 : M < kLanes ? M : kLanes, NR = MR == 3 ? 4 : kLanes / MR;
-  constexpr int vectors = (MR * NR + kLanes - 1) / kLanes;
   if constexpr (kHasPairs && M % MR == 0 && N % NR == 0 && K % (2 * kLanes) == 0) {
     alignas(64) uint32_t pairs[M * K / 2];
     pair_neighbours<M * K>(a, pairs);
-    for (int m0 = 0; m0 < M; m0 += MR)
-      for (int n0 = 0; n0 < N; n0 += NR) {
-        vfloat acc[vectors * kLanes] = {};
-        for (int k = 0; k < K / 2; k += kLanes) {
-          vword left[MR];
-#pragma GCC unroll 16
-          for (int m = 0; m < MR; m++) left[m] = *(const vword_u*)(pairs + (m0 + m) * (K / 2) + k);
-#pragma GCC unroll 16
-          for (int n = 0; n < NR; n++) {
-            const vword row = *(const vword_u*)(b.rows[n0 + n] + 2 * k);
-#pragma GCC unroll 16
-            for (int m = 0; m < MR; m++) acc[m * NR + n] = pair_fma(left[m], row, acc[m * NR + n]);
-          }
-        }
-        float sums[vectors * kLanes];
-#pragma GCC unroll 4
-        for (int i = 0; i < vectors; i++) vstore(sums + i * kLanes, lane_sums(acc + i * kLanes));
-#pragma GCC unroll 16
-        for (int i = 0; i < MR * NR; i++) c[(m0 + i / NR) * N + n0 + i % NR] += sums[i];
-      }
+    dot_rows<M, N, K / 2>(pairs, ScatteredPairs{b.rows}, c);
   } else {
     dot_rows<M, N, K>(a, b, c);
   }

@@ -9,6 +9,7 @@ import pytest
 
 from cbtriton.distributed import (
     Action,
+    Arrivals,
     Ending,
     Ranks,
     Wishes,
@@ -108,10 +109,10 @@ def test_any_rank_can_pause_all():
 
 
 def test_what_the_driver_has_not_given_out_yet_runs_before_the_end():
-    driver = Wishes(Ending.SOFT, False, True, (request(),))
+    driver = Wishes(Ending.SOFT, False, True, Arrivals((request(),)))
     turn = _turn(driver, (driver, wishes(Ending.SOFT)))
     assert turn.action is Action.STEP
-    assert turn.requests == driver.requests
+    assert turn.arrived == driver.arrived
 
 
 def test_one_alone_decides_for_itself():
